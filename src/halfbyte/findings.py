@@ -1,0 +1,150 @@
+"""Findings: facts about a checkpoint, each with a stable code. The table below documents every code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from halfbyte import errors
+
+Severity = Literal["error", "warning", "note"]
+
+CODES: Final[dict[str, tuple[Severity, str]]] = {
+    # files and tensors
+    "HB101": ("error", "quantized weight without its scales"),
+    "HB102": ("error", "block scales whose shape does not fit the codes"),
+    "HB103": ("error", "NaN block scale"),
+    "HB104": ("error", "negative block scale"),
+    "HB105": ("error", "weight without a second scale (single-level)"),
+    "HB106": ("error", "second scale that is zero, negative, Inf or NaN"),
+    "HB107": ("warning", "scale of an unusual dtype"),
+    "HB108": ("warning", "second scale above 1"),
+    "HB109": ("error", "scale whose shape does not fit the weight"),
+    "HB110": ("warning", "parts that engines fuse have different second scales"),
+    "HB111": ("error", "some quantized modules lack the static input scale that the others have"),
+    "HB112": ("warning", "the config asks for static input scales and no module has one"),
+    "HB113": ("error", "input scale that is zero, negative, Inf or NaN"),
+    "HB114": ("error", "dtype that a quantized weight cannot have"),
+    "HB115": ("note", "blocks with scale 0 and codes that are not"),
+    "HB116": ("warning", "all codes are zero"),
+    "HB117": ("note", "subnormal block scales, which some kernels flush to zero"),
+    "HB118": ("error", "NaN or Inf in a tensor"),
+    "HB119": ("error", "NaN in FP8 data"),
+    "HB120": ("warning", "tensor beside a quantized weight whose meaning is not known"),
+    "HB121": ("error", "scale without a weight"),
+    "HB122": ("warning", "stored reciprocal that is not the one its provenance says"),
+    "HB130": ("error", "tensor that the index names and no shard holds"),
+    "HB131": ("warning", "tensor that a shard holds and the index does not name"),
+    "HB132": ("warning", "shard that the index does not name"),
+    "HB133": ("note", "total size in the index that is not the sum of the tensors"),
+    # config
+    "HB201": ("warning", "quantized tensors, and a config that does not say so"),
+    "HB202": ("warning", "module that the config leaves unquantized, and the file holds quantized"),
+    "HB203": ("warning", "module that the config quantizes, and the file holds dense"),
+    "HB204": ("warning", "module whose kind in the config is not the kind in the file"),
+    "HB205": ("warning", "config.json and hf_quant_config.json disagree"),
+    "HB206": ("warning", "config of another dialect than the tensors"),
+    "HB207": ("warning", "config that quantizes the KV cache, and no KV scales, or the reverse"),
+}
+"""Every code: its severity and what it means."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact about a checkpoint.
+
+    Attributes:
+        code: a key of CODES; severity and message follow from it.
+        tensor: full name on disk, or None for the whole checkpoint.
+        index: [row, block] (expert first where there are experts), or None for a whole tensor.
+        got, expected, hint: what is there, what is needed, what to do.
+    """
+
+    code: str
+    tensor: str | None = None
+    index: list[int] | None = None
+    got: Any = None
+    expected: Any = None
+    hint: str | None = None
+
+    @property
+    def severity(self) -> Severity:
+        """"error", "warning" or "note"."""
+        return CODES[self.code][0]
+
+    @property
+    def message(self) -> str:
+        """What the code means."""
+        return CODES[self.code][1]
+
+    def __str__(self) -> str:
+        at = f" at {self.index}" if self.index is not None else ""
+        got = f": got {self.got}" if self.got is not None else ""
+        need = f", expected {self.expected}" if self.expected is not None else ""
+        hint = f"; {self.hint}" if self.hint else ""
+        tensor = f"{self.tensor}: " if self.tensor else ""
+        return errors.printable(f"{self.code} {self.severity}: {tensor}{self.message}{at}{got}{need}{hint}")
+
+    def json(self) -> dict[str, Any]:
+        """The finding as one JSON object."""
+        return {
+            "code": self.code,
+            "severity": self.severity,
+            "tensor": self.tensor,
+            "index": self.index,
+            "got": self.got,
+            "expected": self.expected,
+            "hint": self.hint,
+            "message": self.message,
+        }
+
+    def error(self, file: str | None) -> errors.FormatError:
+        """The finding as an exception, for code that cannot go on."""
+        return errors.FormatError(
+            self.message,
+            file=file,
+            tensor=self.tensor,
+            index=self.index,
+            got=self.got,
+            expected=self.expected,
+            hint=self.hint,
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a tool found and did.
+
+    Attributes:
+        command: the tool, such as "verify".
+        findings: all findings, errors first.
+        facts: the rest, ready for JSON; each tool documents its keys.
+    """
+
+    command: str
+    findings: tuple[Finding, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no finding is an error."""
+        return not any(f.severity == "error" for f in self.findings)
+
+    def count(self, severity: Severity) -> int:
+        """How many findings are of a severity."""
+        return Counter(f.severity for f in self.findings)[severity]
+
+    def json(self) -> dict[str, Any]:
+        """The report as one JSON document."""
+        from halfbyte import __version__
+
+        head = {"schema": 1, "tool": "halfbyte", "version": __version__, "command": self.command, "ok": self.ok}
+        return head | {"findings": [f.json() for f in self.findings]} | self.facts
+
+
+def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Errors first, then warnings, then notes; otherwise as they came."""
+    rank = {"error": 0, "warning": 1, "note": 2}
+    return tuple(sorted(findings, key=lambda f: rank[f.severity]))

@@ -1,0 +1,88 @@
+"""Recipes: ways to choose scales and codes. The table below is the whole set; a new recipe adds one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from halfbyte.errors import QuantizeError, UsageError
+from halfbyte.numerics import BLOCK, Array, is_torch
+from halfbyte.recipes.base import LIKES, Like, Recipe, TensorScale, chunks, finite_amax
+from halfbyte.recipes.rtn import Rtn
+from halfbyte.weight import Weight, to_numpy
+
+RECIPES: tuple[Recipe, ...] = (Rtn(),)
+
+__all__ = ["LIKES", "RECIPES", "Like", "Recipe", "TensorScale", "finite_amax", "quantize", "quantize_array", "recipe_named"]
+
+_SOURCES = {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}
+
+
+def recipe_named(name: str) -> Recipe:
+    """The recipe of that name; another name raises UsageError."""
+    for recipe in RECIPES:
+        if recipe.name == name:
+            return recipe
+    raise UsageError("unknown recipe", got=repr(name), expected=" or ".join(r.name for r in RECIPES))
+
+
+def quantize(
+    dense: Array, recipe: str = "rtn", like: Like = "modelopt", *, scale2: float | None = None, pad: bool = False
+) -> Weight:
+    """Quantize a dense matrix to NVFP4.
+
+    Args:
+        dense: (N, K) float32, bfloat16 or float16; a NumPy array or a torch tensor on the CPU.
+        recipe: how scales and codes are chosen.
+        like: whose order of operations, and so whose bytes: "modelopt" or "compressed-tensors".
+        scale2: a second scale to use instead of the recipe's own, for example one that is shared.
+        pad: accept a K that is not a multiple of 16: the last block is padded with zeros and the
+            weight keeps the true K.
+
+    Returns:
+        The weight, in dense's library.
+
+    Raises:
+        QuantizeError: NaN or Inf (with its position), a K that is not a multiple of 16, a dtype or
+            rank that is not listed, or a block above 2688 x scale2.
+        UsageError: an unknown recipe or peer.
+    """
+    if is_torch(dense):
+        if dense.device.type != "cpu":
+            raise QuantizeError("this quantizer runs on the CPU", got=str(dense.device), hint="pass dense.cpu()")
+        return quantize(to_numpy(dense), recipe, like, scale2=scale2, pad=pad).torch()
+    chosen = recipe_named(recipe)
+    if like not in LIKES:
+        raise UsageError("unknown peer", got=repr(like), expected=" or ".join(LIKES))
+    if dense.ndim != 2 or dense.dtype not in _SOURCES:
+        raise QuantizeError(
+            "cannot quantize this array",
+            got=f"{dense.dtype} {dense.shape}",
+            expected="(N, K) float32, bfloat16 or float16",
+        )
+    n, k = dense.shape
+    if k % BLOCK and not pad:
+        raise QuantizeError(
+            f"K = {k} is not a multiple of {BLOCK}", got=(n, k), hint="pass pad=True, or leave this layer dense"
+        )
+    amax = finite_amax(dense)
+    if scale2 is not None and not (np.isfinite(scale2) and scale2 > 0):
+        raise QuantizeError("scale2 must be positive and finite", got=scale2)
+    scale = chosen.tensor_scale(amax, like) if scale2 is None else TensorScale(np.float32(scale2))
+    codes, scales = quantize_array(dense, chosen, scale, like)
+    return Weight(codes=codes, scales=scales, scale2=scale.scale2, k=k)
+
+
+def quantize_array(dense: Any, recipe: Recipe, scale: TensorScale, like: Like) -> tuple[Any, Any]:
+    """Codes (N, ceil(K/16) * 8) and block scales (N, G) of a finite (N, K) array, in bounded scratch memory."""
+    n, k = dense.shape
+    blocks = -(-k // BLOCK)
+    codes, scales = np.empty((n, blocks * BLOCK // 2), np.uint8), np.empty((n, blocks), np.uint8)
+    for rows in chunks(n, k):
+        x = dense[rows].astype(np.float32, copy=False)
+        if k % BLOCK:
+            x = np.pad(x, ((0, 0), (0, blocks * BLOCK - k)))
+        codes[rows], scales[rows] = recipe.encode(x, dense.dtype, scale, like)
+    return codes, scales
