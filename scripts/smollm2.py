@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -72,15 +71,13 @@ def build(target: Path, progress: Progress = lambda done, total, what: None) -> 
     progress(0, 1, "reading the GGUF")
     reader = gguf.GGUFReader(_gguf_file())
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        _write_config(reader, beside)
-        _write_weights(reader, beside, progress)
-        _write_tokenizer(reader, beside)
-        beside.chmod(0o755)  # mkdtemp gives 0700
-        beside.replace(target)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
+        folder = Path(beside) / target.name
+        folder.mkdir()
+        _write_config(reader, folder)
+        _write_weights(reader, folder, progress)
+        _write_tokenizer(reader, folder)
+        folder.replace(target)
     return target
 
 
@@ -157,6 +154,7 @@ def _write_weights(reader: gguf.GGUFReader, folder: Path, progress: Progress) ->
         tensors[name] = values.astype(ml_dtypes.bfloat16)
         progress(done, len(reader.tensors), "reading the GGUF")
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod((folder / "config.json").stat().st_mode)  # safetensors writes 0600
 
 
 def _hugging_face_name(name: str) -> tuple[str, str]:

@@ -1,1 +1,97 @@
-"""halfbyte."""
+"""halfbyte: NVFP4 weights opened, inspected, proven, quantized, converted and run.
+
+Everything is imported when it is first used: ``import halfbyte`` loads neither NumPy nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CODES": "findings",
+    "Checkpoint": "checkpoint.reader",
+    "DenseWeight": "weight",
+    "Finding": "findings",
+    "Fp8Weight": "weight",
+    "HalfbyteError": "errors",
+    "Packed": "layouts",
+    "Plan": "ops",
+    "Report": "findings",
+    "Weight": "weight",
+    "convert": "tools.convert",
+    "dequantize_checkpoint": "tools.dequantize",
+    "inspect": "tools.inspect",
+    "linear": "ops",
+    "open": "checkpoint.reader",
+    "pack": "ops",
+    "plan": "ops",
+    "quantize": "recipes",
+    "quantize_checkpoint": "tools.quantize",
+    "unpack": "ops",
+    "verify": "tools.verify",
+}
+_MODULES = ("errors", "layouts", "nn")
+_NAMED = {"open": "open_checkpoint"}
+
+__all__ = [
+    "CODES",
+    "Checkpoint",
+    "DenseWeight",
+    "Finding",
+    "Fp8Weight",
+    "HalfbyteError",
+    "Packed",
+    "Plan",
+    "Report",
+    "Weight",
+    "__version__",
+    "convert",
+    "dequantize_checkpoint",
+    "errors",
+    "inspect",
+    "layouts",
+    "linear",
+    "nn",
+    "open",
+    "pack",
+    "plan",
+    "quantize",
+    "quantize_checkpoint",
+    "unpack",
+    "verify",
+]
+
+if TYPE_CHECKING:
+    from halfbyte import errors, layouts, nn
+    from halfbyte.checkpoint.reader import Checkpoint
+    from halfbyte.checkpoint.reader import open_checkpoint as open
+    from halfbyte.errors import HalfbyteError
+    from halfbyte.findings import CODES, Finding, Report
+    from halfbyte.layouts import Packed
+    from halfbyte.ops import Plan, linear, pack, plan, unpack
+    from halfbyte.recipes import quantize
+    from halfbyte.tools.convert import convert
+    from halfbyte.tools.dequantize import dequantize_checkpoint
+    from halfbyte.tools.inspect import inspect
+    from halfbyte.tools.quantize import quantize_checkpoint
+    from halfbyte.tools.verify import verify
+    from halfbyte.weight import DenseWeight, Fp8Weight, Weight
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _HOMES:
+        value = getattr(import_module(f"halfbyte.{_HOMES[name]}"), _NAMED.get(name, name))
+    elif name in _MODULES:
+        value = import_module(f"halfbyte.{name}")
+    else:
+        raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -18,7 +18,7 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB103": ("error", "NaN block scale"),
     "HB104": ("error", "negative block scale"),
     "HB105": ("error", "weight without a second scale (single-level)"),
-    "HB106": ("error", "second scale that is zero, negative, Inf or NaN"),
+    "HB106": ("error", "weight scale that is zero, negative, Inf or NaN"),
     "HB107": ("warning", "scale of an unusual dtype"),
     "HB108": ("warning", "second scale above 1"),
     "HB109": ("error", "scale whose shape does not fit the weight"),
@@ -46,6 +46,7 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB204": ("warning", "module whose kind in the config is not the kind in the file"),
     "HB205": ("warning", "config.json and hf_quant_config.json disagree"),
     "HB206": ("warning", "config of another dialect than the tensors"),
+    "HB208": ("warning", "input scale of a module whose activations the config does not quantize"),
     "HB207": ("warning", "config that quantizes the KV cache, and no KV scales, or the reverse"),
 }
 """Every code: its severity and what it means."""

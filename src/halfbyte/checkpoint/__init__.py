@@ -1,0 +1,1 @@
+"""Safetensors checkpoints: headers, sharded reading, atomic writing."""

@@ -1,0 +1,129 @@
+"""Where the files of a checkpoint contradict each other. The tensors are the truth, the config a hint."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from halfbyte.checkpoint.reader import Checkpoint
+from halfbyte.dialects import DIALECTS, Module
+from halfbyte.dialects.base import kv_format, quant_section, structure
+from halfbyte.findings import Finding
+from halfbyte.patterns import fused_group, module_class
+
+_SCALE_NAMES = (
+    "weight_scale",
+    "weight_scale_2",
+    "weight_global_scale",
+    "input_scale",
+    "input_global_scale",
+    "pre_quant_scale",
+    "weight_scale_inv",
+)
+
+
+def header_findings(checkpoint: Checkpoint) -> list[Finding]:
+    """All that headers and configs show without reading a weight."""
+    found = list(checkpoint.findings)
+    for module in checkpoint.modules:
+        found += structure(module)
+        if module.kind == "none" and module.name.endswith(tuple(f".{name}" for name in _SCALE_NAMES)):
+            found.append(Finding("HB121", module.name, hint="a quantized weight of that name is missing, or it is dense"))
+    found += _config_findings(checkpoint)
+    return found
+
+
+def quantized(checkpoint: Checkpoint) -> list[Module]:
+    """The modules whose weight is quantized."""
+    return [m for m in checkpoint.modules if m.kind in ("nvfp4", "fp8", "mxfp4")]
+
+
+def linear_modules(checkpoint: Checkpoint) -> dict[str, str]:
+    """Name -> class of the dense modules that a config may name: those with a weight of two axes."""
+    dense = ((m.name, module_class(m.name, len(m.shape))) for m in checkpoint.modules if m.kind == "dense" and m.name)
+    return {name: cls for name, cls in dense if cls is not None}
+
+
+def _config_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
+    modules, headers = quantized(checkpoint), checkpoint.headers
+    section = quant_section(headers)
+    if modules and not section and not checkpoint.quant and checkpoint.config:
+        yield Finding("HB201", got="no quantization_config", hint="engines will read the weights as dense")
+    if modules and section:
+        method = section.get("quant_method")
+        if not checkpoint.dialect.claims_config(headers):
+            expected = checkpoint.dialect.name
+            yield Finding("HB206", got=f"quant_method {method!r}", expected=expected, hint=checkpoint.evidence)
+    yield from _two_files(checkpoint)
+    dialect = next((d for d in DIALECTS if d.readable and d.claims_config(headers)), checkpoint.dialect)
+    layer_of = dialect.layers(headers)
+    if layer_of is None:
+        return
+    wants_input: dict[bool, list[Module]] = defaultdict(list)
+    for module in modules:
+        layer = layer_of(module.name, module_class(module.name, len(module.shape)) or "Linear")
+        tensor = module.main.name if module.main else module.name
+        if layer is None:
+            yield Finding("HB202", tensor, got=module.kind, expected="unquantized", hint="the tensors count")
+        elif layer.kind != module.kind:
+            yield Finding("HB204", tensor, got=module.kind, expected=layer.kind, hint="the tensors count")
+        elif layer.static_input:
+            wants_input["input_scale" in module.roles].append(module)
+        elif layer.static_input is False and "input_scale" in module.roles:
+            hint = "activations are not quantized: the scale is carried and not used"
+            yield Finding("HB208", module.roles["input_scale"].name, hint=hint)
+    if wants_input[True]:
+        for module in wants_input[False]:
+            tensor = module.main.name if module.main else module.name
+            yield Finding("HB111", tensor, expected=f"{module.name}.input_scale", hint="calibrate again, or serve as W4A16")
+    elif wants_input[False]:
+        yield Finding("HB112", got=f"{len(wants_input[False])} modules", hint="this is a W4A16 checkpoint")
+    for name, cls in linear_modules(checkpoint).items():
+        layer = layer_of(name, cls)
+        if layer is not None and modules:
+            hint = "add it to the list of ignored modules: engines look for its scales"
+            yield Finding("HB203", f"{name}.weight", got="dense", expected=layer.kind, hint=hint)
+    yield from _kv_findings(checkpoint)
+
+
+def _two_files(checkpoint: Checkpoint) -> Iterator[Finding]:
+    section = quant_section(checkpoint.headers)
+    nested: Any = checkpoint.quant.get("quantization", checkpoint.quant)
+    if not section or not isinstance(nested, dict) or not nested:
+        return
+    pairs = [("quant_algo", "quant_algo"), ("quantized_layers", "quantized_layers"), ("ignore", "exclude_modules")]
+    for here, there in pairs:
+        a, b = section.get(here), nested.get(there)
+        if isinstance(a, list) and isinstance(b, list):
+            a, b = sorted(map(str, a)), sorted(map(str, b))
+        if a is not None and b is not None and a != b:
+            got, expected = (_brief(here, a, b), _brief(there, b, a))
+            yield Finding("HB205", got=f"config.json: {got}", expected=f"hf_quant_config.json: {expected}")
+
+
+def _brief(key: str, value: Any, other: Any) -> str:
+    """What of ``value`` is not in ``other``, short enough for one line."""
+    if isinstance(value, list | dict) and isinstance(other, list | dict):
+        value = [v for v in value if v not in other]
+    text = f"{key} = {value}"
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _kv_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
+    has = next((n for n in checkpoint.tensors if n.endswith((".k_scale", ".v_scale"))), None)
+    kv = kv_format(checkpoint.headers)
+    if kv and not has:
+        yield Finding("HB207", got=f"{kv} and no k_scale or v_scale", hint="engines use 1.0 for the scales")
+    if has and not kv:
+        yield Finding("HB207", has, got="KV scales", expected="a KV cache format in the config")
+
+
+def fused_parts(modules: list[Module]) -> dict[str, list[Module]]:
+    """Fused name -> the NVFP4 modules that engines join under it, where there are at least two."""
+    groups: dict[str, list[Module]] = defaultdict(list)
+    for module in modules:
+        group = fused_group(module.name)
+        if group and module.kind == "nvfp4":
+            groups[group[0]].append(module)
+    return {name: parts for name, parts in groups.items() if len(parts) > 1}

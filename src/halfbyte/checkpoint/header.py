@@ -1,0 +1,157 @@
+"""The header of a safetensors file, read without its data and believed only as far as it is consistent.
+
+::
+
+    8 bytes    length L of the header, little endian
+    L bytes    JSON: {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {str: str}}
+    the rest   the tensors' bytes, without holes or overlaps
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from halfbyte.errors import FormatError
+from halfbyte.stored import DTYPE_BITS, Stored, byte_count
+
+MAX_HEADER = 100_000_000
+"""Bytes; the limit of the safetensors library."""
+
+METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the header of one file says.
+
+    Attributes:
+        file: its path.
+        tensors: in the order of their data.
+        metadata: the ``__metadata__`` of the file.
+    """
+
+    file: str
+    tensors: tuple[Stored, ...]
+    metadata: dict[str, str]
+
+
+def read_header(file: str) -> Header:
+    """Read and check the header of one safetensors file.
+
+    Raises:
+        FormatError: a header that lies about the file or about itself, naming the tensor where one is to blame.
+    """
+    with open(file, "rb") as handle:
+        size = os.fstat(handle.fileno()).st_size
+        head = handle.read(8)
+        if len(head) < 8:
+            raise FormatError("not a safetensors file: too short", file=file, got=f"{size} bytes")
+        (length,) = struct.unpack("<Q", head)
+        if length > min(size - 8, MAX_HEADER):
+            raise FormatError(
+                "not a safetensors file, or a truncated one: the header does not fit",
+                file=file,
+                got=f"a header of {length} bytes in a file of {size}",
+                expected=f"at most {min(size - 8, MAX_HEADER)}",
+            )
+        text = handle.read(length)
+    if len(text) < length:
+        raise FormatError("the file became shorter while it was read", file=file)
+    parsed = parse_json(text, file)
+    if not isinstance(parsed, dict):
+        raise FormatError("the header is not a JSON object", file=file, got=type(parsed).__name__)
+    metadata = parsed.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise FormatError(f"{METADATA} is not an object of strings", file=file)
+    base = 8 + length
+    tensors = sorted((_tensor(name, entry, file, base) for name, entry in parsed.items()), key=lambda t: (t.start, t.nbytes))
+    end = base
+    for tensor in tensors:
+        if tensor.start != end:
+            what = "overlaps the tensor before it" if tensor.start < end else "leaves a hole before it"
+            raise FormatError(f"data {what}", file=file, tensor=tensor.name, got=tensor.start, expected=end)
+        end += tensor.nbytes
+    if end != size:
+        what = "the file is truncated" if end > size else "the file has bytes after the last tensor"
+        raise FormatError(what, file=file, got=f"{size} bytes", expected=end)
+    return Header(file, tuple(tensors), metadata)
+
+
+def _tensor(name: str, entry: Any, file: str, base: int) -> Stored:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        raise FormatError(
+            "the header's entry is incomplete", file=file, tensor=name, expected="dtype, shape, data_offsets"
+        ) from None
+    if dtype not in DTYPE_BITS:
+        raise FormatError("unknown dtype", file=file, tensor=name, got=repr(dtype))
+    if not isinstance(shape, list) or not all(type(x) is int and 0 <= x < 2**63 for x in [*shape, begin, end]):
+        raise FormatError("shape and offsets are not all non-negative integers", file=file, tensor=name)
+    if len(shape) > 64:
+        raise FormatError("too many axes", file=file, tensor=name, got=len(shape))
+    expected = byte_count(dtype, tuple(shape))
+    if end - begin != expected:
+        raise FormatError(
+            f"{dtype} {shape} does not fit its offsets", file=file, tensor=name, got=f"{end - begin} bytes", expected=expected
+        )
+    return Stored(name, dtype, tuple(shape), file, base + begin, end - begin)
+
+
+def parse_json(text: bytes | str, file: str) -> Any:
+    """JSON without the leniencies of Python's: a duplicate key, NaN or bottomless nesting is an error.
+
+    Raises:
+        FormatError: text that is not such JSON.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except _DuplicateKeyError as error:
+        raise FormatError("a key appears twice", file=file, tensor=error.args[0]) from None
+    except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        raise FormatError("not valid JSON", file=file, got=why) from None
+
+
+class _DuplicateKeyError(Exception):
+    pass
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        raise _DuplicateKeyError(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def encode_header(tensors: Iterable[Stored], metadata: dict[str, str], room: int = 0) -> bytes:
+    """The header of a file whose tensors lie in the given order, without holes.
+
+    Args:
+        tensors: with their dtype and shape.
+        metadata: of the file.
+        room: bytes to leave for metadata that comes later; spaces fill them, as the format allows.
+    """
+    entries: dict[str, Any] = {METADATA: metadata} if metadata else {}
+    offset = 0
+    for tensor in tensors:
+        nbytes = byte_count(tensor.dtype, tensor.shape)
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + nbytes],
+        }
+        offset += nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    length = -(-max(len(text), room) // 8) * 8
+    return struct.pack("<Q", length) + text.ljust(length)

@@ -1,0 +1,379 @@
+"""Reading a checkpoint: a directory of safetensors shards or one file, lazily and by position."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfbyte.checkpoint.header import Header, parse_json, read_header
+from halfbyte.dialects import Dialect, Headers, Module, detect
+from halfbyte.dialects.base import BYTES
+from halfbyte.errors import FormatError, MissingExtraError, UnreadDialectError
+from halfbyte.findings import Finding
+from halfbyte.numerics import reciprocal
+from halfbyte.stored import Stored, as_array
+from halfbyte.weight import DenseWeight, Fp8Weight, Weight
+
+INDEX = "model.safetensors.index.json"
+PROVENANCE = "halfbyte.scale2"
+"""Key in a shard's metadata: JSON {tensor name: the f32 whose rounded reciprocal the tensor stores, as 8 hex digits of its bits}."""
+
+_PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
+_MAX_JSON = 256 << 20
+_UNPICKLE = (
+    "pickled files can run code and are never opened; convert it where you trust it: python -c "
+    "\"import torch; from safetensors.torch import save_file; save_file(torch.load('{name}', weights_only=True), "
+    "'model.safetensors')\""
+)
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint, opened. Only headers and configs are in memory; arrays are read when asked for.
+
+    Attributes:
+        path: the directory, or the file.
+        shards: the headers of its files.
+        tensors: all tensors by name, in the order of the shards.
+        config: config.json, {} without one.
+        quant: hf_quant_config.json, {} without one.
+        dialect: of the tensors.
+        evidence: why it is that dialect; "" for a dense checkpoint.
+        modules: the tensors, grouped.
+        findings: what was odd about the files.
+    """
+
+    path: Path
+    shards: tuple[Header, ...]
+    tensors: dict[str, Stored]
+    config: dict[str, Any]
+    quant: dict[str, Any]
+    dialect: Dialect
+    evidence: str
+    modules: list[Module]
+    findings: list[Finding] = field(default_factory=list)
+    _files: dict[str, int] = field(default_factory=dict, repr=False)
+    _originals: dict[str, np.float32] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        files: dict[str, int] = self.__dict__.get("_files", {})
+        while files:
+            os.close(files.popitem()[1])
+
+    @property
+    def index(self) -> Path | None:
+        """The name of the index in the directory, or None where there is none."""
+        found = _index_of(self.path) if self.path.is_dir() else None
+        return Path(found.name) if found else None
+
+    @property
+    def headers(self) -> Headers:
+        """The checkpoint as dialects see it."""
+        metadata = {k: v for shard in self.shards for k, v in shard.metadata.items()}
+        return Headers(self.tensors, metadata, self.config, self.quant)
+
+    def fd(self, file: str) -> int:
+        """An open descriptor for one of the shards, for positioned reads."""
+        with self._lock:
+            if file not in self._files:
+                self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            return self._files[file]
+
+    def read_into(self, tensor: Stored, start: int, out: Any) -> None:
+        """Fill ``out`` (bytes,) u8 from byte ``start`` of a tensor.
+
+        Raises:
+            FormatError: the file has become shorter.
+        """
+        view, position = memoryview(out), tensor.start + start
+        while len(view):
+            count = os.preadv(self.fd(tensor.file), [view], position)
+            if count == 0:
+                raise FormatError("the file became shorter while it was read", file=tensor.file, tensor=tensor.name)
+            view, position = view[count:], position + count
+
+    def read(self, tensor: Stored | str) -> Any:
+        """The array of a tensor, in its dtype (bfloat16 and float8 are those of ml_dtypes).
+
+        Raises:
+            FormatError: no such tensor, or the file has become shorter.
+        """
+        if isinstance(tensor, str):
+            if tensor not in self.tensors:
+                raise FormatError("no such tensor", file=str(self.path), tensor=tensor)
+            tensor = self.tensors[tensor]
+        raw = np.empty(tensor.nbytes, np.uint8)
+        self.read_into(tensor, 0, raw)
+        return as_array(raw, tensor.dtype, tensor.shape)
+
+    def original(self, tensor: Stored) -> np.float32 | None:
+        """The f32 whose rounded reciprocal ``tensor`` stores, where the shard remembers it and it fits."""
+        return self._originals.get(tensor.name)
+
+    def load(self, module: Module) -> Any:
+        """The Weight, Fp8Weight or DenseWeight of a module.
+
+        Raises:
+            FormatError: tensors that do not form one.
+            UnreadDialectError: a dialect that is not read yet.
+        """
+        self.require_readable()
+        return self.dialect.read(module, self.read, self.original)
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        """(module name, weight) for every NVFP4 module, one in memory at a time."""
+        self.require_readable()
+        for module in self.modules:
+            if module.kind == "nvfp4":
+                yield module.name, self.load(module)
+
+    def items(self) -> Iterator[tuple[str, Weight | Fp8Weight | DenseWeight]]:
+        """Everything: quantized weights by module name, every other tensor as DenseWeight by its full name.
+
+        Scales and input scales are inside the weights; biases and KV scales come by themselves.
+        """
+        self.require_readable()
+        inside = {"codes", "data", "scales", "scale", "scale2", "input_scale", "pre_scale"}
+        for module in self.modules:
+            quantized = module.kind in ("nvfp4", "fp8", "mxfp4")
+            if quantized:
+                yield module.name, self.load(module)
+            for role, tensor in module.roles.items():
+                if not (quantized and role in inside):
+                    yield tensor.name, DenseWeight(self.read(tensor))
+
+    def require_readable(self) -> None:
+        """Raise UnreadDialectError unless the tensors are of a dialect that is read."""
+        if not self.dialect.readable:
+            raise UnreadDialectError(
+                f"this is a checkpoint of {self.dialect.title}, which is recognised and not read yet",
+                file=str(self.path),
+                got=self.evidence,
+                expected="ModelOpt or compressed-tensors",
+            )
+        stack = next((m for m in self.modules if m.kind in ("nvfp4", "mxfp4") and len(m.shape) != 2), None)
+        loose = stack.main if stack else _expert_stack(self.tensors)
+        if loose is not None:
+            raise UnreadDialectError(
+                "stacked experts are recognised and not read yet",
+                file=loose.file,
+                tensor=loose.name,
+                got=str(loose),
+                expected="one tensor for each expert",
+            )
+
+    def carried_files(self) -> list[Path]:
+        """The other files of the directory, relative to it: tokenizer, generation config, code, licence."""
+        if self.path.is_file():
+            return []
+        taken = {Path(s.file).name for s in self.shards} | {"config.json", "hf_quant_config.json"}
+        found = []
+        for parent, folders, files in os.walk(self.path):
+            folders[:] = sorted(f for f in folders if not f.startswith("."))
+            for name in sorted(files):
+                relative = Path(parent, name).relative_to(self.path)
+                weights = name.endswith((".safetensors", ".safetensors.index.json"))
+                if not (len(relative.parts) == 1 and (name in taken or weights)) and not name.startswith(".halfbyte"):
+                    found.append(relative)
+        return found
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a directory, a safetensors file, or a name on the hub (from the local cache first).
+
+    Raises:
+        FormatError: nothing there that can be read, or files that contradict themselves.
+        MissingExtraError: a hub name without the hub client.
+    """
+    root = _locate(os.fspath(path))
+    findings: list[Finding] = []
+    folder = root if root.is_dir() else root.parent
+    files = _shard_files(root, findings)
+    shards = tuple(read_header(str(file)) for file in files)
+    tensors: dict[str, Stored] = {}
+    for shard in shards:
+        for tensor in shard.tensors:
+            if tensor.name in tensors:
+                raise FormatError(
+                    "a tensor lies in two shards", file=shard.file, tensor=tensor.name, got=tensors[tensor.name].file
+                )
+            tensors[tensor.name] = tensor
+    if root.is_dir():
+        _check_index(root, shards, tensors, findings)
+    config, quant = (read_json(folder / name) for name in ("config.json", "hf_quant_config.json"))
+    metadata = {k: v for shard in shards for k, v in shard.metadata.items()}
+    headers = Headers(tensors, metadata, config, quant)
+    dialect, evidence = detect(headers)
+    modules = dialect.modules(headers) if dialect.readable else []
+    checkpoint = Checkpoint(root, shards, tensors, config, quant, dialect, evidence, modules, findings)
+    for shard in shards:
+        _recall(checkpoint, shard)
+    return checkpoint
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON file that holds an object; {} if it does not exist.
+
+    Raises:
+        FormatError: anything else.
+    """
+    try:
+        if file.stat().st_size > _MAX_JSON:
+            raise FormatError("too large for a JSON file", file=str(file), got=f"{file.stat().st_size} bytes")
+        text = file.read_bytes()
+    except FileNotFoundError:
+        return {}
+    value = parse_json(text, str(file))
+    if not isinstance(value, dict):
+        raise FormatError("not a JSON object", file=str(file), got=type(value).__name__)
+    return value
+
+
+def _locate(text: str) -> Path:
+    path = Path(text)
+    if path.exists():
+        return path
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.startswith(".") and not path.parent.exists():
+        return _from_hub(text)
+    raise FormatError("no such file or directory", file=text)
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        import huggingface_hub as hub
+    except ImportError:
+        raise MissingExtraError("huggingface_hub", "hf", f"opening {name} from the hub") from None
+    for local in (True, False):
+        try:
+            return Path(hub.snapshot_download(name, local_files_only=local))
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    raise FormatError("neither a local path nor a repository that the hub gives", file=name, got=reason)
+
+
+def _shard_files(root: Path, findings: list[Finding]) -> list[Path]:
+    if root.is_file():
+        return [_checked_file(root)]
+    index = _index_of(root)
+    files = sorted(root.glob("*.safetensors"))
+    if index is not None:
+        named = sorted(set(_weight_map(index).values()))
+        missing = next((name for name in named if not (root / name).is_file()), None)
+        if missing is not None:
+            raise FormatError("the index names a shard that is not there", file=str(index), got=missing)
+        findings += [Finding("HB132", got=f.name, hint="it is not read") for f in files if f.name not in named]
+        return [root / name for name in named]
+    if files:
+        return files
+    for file in sorted(root.iterdir()):
+        if file.suffix == ".gguf" or file.suffix in _PICKLED:
+            _checked_file(file)
+    raise FormatError("no safetensors files in this directory", file=str(root))
+
+
+def _index_of(root: Path) -> Path | None:
+    indexes = sorted(root.glob("*.safetensors.index.json"))
+    return root / INDEX if root / INDEX in indexes else next(iter(indexes), None)
+
+
+def _checked_file(file: Path) -> Path:
+    if file.suffix in _PICKLED:
+        raise FormatError("not a safetensors file", file=str(file), hint=_UNPICKLE.format(name=file.name))
+    with open(file, "rb") as handle:
+        magic = handle.read(4)
+    if magic == b"GGUF" or file.suffix == ".gguf":
+        raise UnreadDialectError(
+            "this is a GGUF file, which is recognised and not read yet",
+            file=str(file),
+            expected="a safetensors file or a directory of them",
+        )
+    if magic[:2] == b"PK" or magic[:1] == b"\x80":
+        raise FormatError("not a safetensors file", file=str(file), hint=_UNPICKLE.format(name=file.name))
+    return file
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+        raise FormatError("the index has no weight_map of names to files", file=str(index))
+    for tensor, name in table.items():
+        if name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name or "\0" in name:
+            raise FormatError("the index names a file outside the directory", file=str(index), tensor=tensor, got=repr(name))
+    return table
+
+
+def _expert_stack(tensors: dict[str, Stored]) -> Stored | None:
+    """A three-axis tensor of codes whose companions are joined by an underscore."""
+    for tensor in tensors.values():
+        if len(tensor.shape) == 3 and tensor.dtype in BYTES and f"{tensor.name}_weight_scale" in tensors:
+            return tensor
+    return None
+
+
+def _check_index(
+    root: Path, shards: tuple[Header, ...], tensors: dict[str, Stored], findings: list[Finding]
+) -> None:
+    index = _index_of(root)
+    if index is None:
+        return
+    table = _weight_map(index)
+    for name, file in table.items():
+        held = tensors.get(name)
+        if held is None or Path(held.file).name != file:
+            got = "in no shard" if held is None else f"in {Path(held.file).name}"
+            findings.append(Finding("HB130", name, got=got, expected=file))
+    findings += [Finding("HB131", name, got=Path(t.file).name) for name, t in tensors.items() if name not in table]
+    metadata = read_json(index).get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    actual = sum(t.nbytes for t in tensors.values())
+    if total is not None and total != actual:
+        findings.append(Finding("HB133", got=total, expected=actual))
+
+
+def _recall(checkpoint: Checkpoint, shard: Header) -> None:
+    """Take the provenance of a shard where each number's reciprocal rounds to what is stored."""
+    text = shard.metadata.get(PROVENANCE)
+    if text is None:
+        return
+    table = parse_json(text, shard.file)
+    if not isinstance(table, dict):
+        raise FormatError(f"the metadata {PROVENANCE} is not a JSON object", file=shard.file)
+    for name, number in table.items():
+        tensor = checkpoint.tensors.get(name)
+        stored = None if tensor is None or tensor.nbytes != 4 else checkpoint.read(tensor).reshape(())
+        try:
+            kept = np.float32(struct.unpack(">f", bytes.fromhex(number))[0])
+        except (ValueError, TypeError, struct.error):
+            kept = np.float32(np.nan)
+        if stored is None or reciprocal(kept) != stored:
+            got = None if stored is None else float(stored)
+            hint = "it is ignored: the stored number counts"
+            checkpoint.findings.append(Finding("HB122", name, got=got, expected=str(number)[:40], hint=hint))
+        else:
+            checkpoint._originals[name] = kept
+
+
+def encode_provenance(originals: dict[str, np.float32]) -> dict[str, str]:
+    """The metadata entry for numbers whose reciprocal was stored; {} if there are none."""
+    table = {name: struct.pack(">f", value).hex() for name, value in sorted(originals.items())}
+    return {PROVENANCE: json.dumps(table, separators=(",", ":"), ensure_ascii=False)} if table else {}

@@ -1,0 +1,355 @@
+"""What a dialect is: how one ecosystem names and means tensors on disk.
+
+A dialect is mostly a table: for each kind of weight, the suffix of each role. Inside halfbyte the roles
+have one meaning: ``codes``, ``scales``, ``scale2`` (multiplies), ``input_scale`` (multiplies), ``pre_scale``;
+``data`` and ``scale`` of FP8 weights; ``bias``, ``k_scale``, ``v_scale`` beside any weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from halfbyte.errors import FormatError, UnreadDialectError
+from halfbyte.findings import Finding
+from halfbyte.numerics import BLOCK, reciprocal
+from halfbyte.stored import FLOATS, Stored
+from halfbyte.weight import DenseWeight, Fp8Weight, Weight
+
+Kind = Literal["nvfp4", "fp8", "mxfp4", "dense", "none"]
+Read = Callable[[Stored], Any]
+"""Gives the array of a stored tensor."""
+
+BYTES = ("U8", "I8", "F4")
+"""Header dtypes that carry codes: one byte for two codes, or F4, which counts codes."""
+
+
+@dataclass(frozen=True)
+class Headers:
+    """A checkpoint as its headers show it.
+
+    Attributes:
+        tensors: by full name.
+        metadata: ``__metadata__`` of all files, merged.
+        config: config.json, {} if there is none.
+        quant: hf_quant_config.json, {} if there is none.
+    """
+
+    tensors: Mapping[str, Stored]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    quant: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Module:
+    """What one module of a checkpoint holds, from headers alone.
+
+    Attributes:
+        name: such as ``model.layers.0.mlp.up_proj``.
+        kind: of its weight; "none" for tensors that are not beside a weight.
+        roles: role -> tensor.
+        unknown: tensors beside the weight whose meaning is not known.
+    """
+
+    name: str
+    kind: Kind
+    roles: Mapping[str, Stored]
+    unknown: tuple[Stored, ...] = ()
+
+    @property
+    def main(self) -> Stored | None:
+        """The tensor with the weight's values or codes."""
+        return self.roles.get("codes") or self.roles.get("data")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape: (*E, N, K), or a dense tensor's own."""
+        main = self.main
+        if main is None:
+            return ()
+        packed = self.kind in ("nvfp4", "mxfp4") and main.dtype != "F4"
+        return (*main.shape[:-1], main.shape[-1] * 2) if packed else main.shape
+
+    @property
+    def tensors(self) -> list[Stored]:
+        """All of the module's tensors."""
+        return [*self.roles.values(), *self.unknown]
+
+
+@dataclass(frozen=True)
+class Output:
+    """One tensor to write, and what it is made of.
+
+    Attributes:
+        stored: name, dtype and shape.
+        source: the tensor that it comes from.
+        how: "copy" (the same bytes) or "scalar" (f32 numbers that may be inverted, see ``invert``).
+        invert: whether the stored number is the reciprocal of the source's.
+    """
+
+    stored: Stored
+    source: Stored
+    how: Literal["copy", "scalar"]
+    invert: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a config says of one quantized module.
+
+    Attributes:
+        kind: "nvfp4", "fp8" or another name that the config uses.
+        static_input: whether activations have a static scale on disk; None where the config is silent.
+    """
+
+    kind: str
+    static_input: bool | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a config has to state about a checkpoint.
+
+    Attributes:
+        quantized: module name -> module, NVFP4 and FP8.
+        dense: names of dense modules with two axes, and their class.
+        kv: the format of the KV cache, "FP8", "NVFP4" or None.
+    """
+
+    quantized: Mapping[str, Module]
+    dense: Mapping[str, str]
+    kv: str | None
+
+
+class Dialect:
+    """How one ecosystem names and means tensors. A subclass fills the tables and the two config methods."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    readable: ClassVar[bool] = True
+    suffixes: ClassVar[Mapping[Kind, Mapping[str, str]]] = {}
+    """kind -> role -> suffix."""
+    divides: ClassVar[bool] = False
+    """Whether scale2 and input_scale of NVFP4 weights are stored as divisors."""
+    scalar_shape: ClassVar[tuple[int, ...]] = ()
+    """The shape in which a per-tensor scale is written."""
+
+    def claims(self, headers: Headers) -> str | None:
+        """Why the tensors are of this dialect, or None."""
+        raise NotImplementedError
+
+    def claims_config(self, headers: Headers) -> bool:
+        """Whether the config says that this is the dialect."""
+        return False
+
+    def modules(self, headers: Headers) -> list[Module]:
+        """All tensors, grouped by module, in the order of their names on disk."""
+        groups: dict[str, dict[str, Stored]] = {}
+        for tensor in headers.tensors.values():
+            name, _, suffix = tensor.name.rpartition(".")
+            groups.setdefault(name, {})[suffix] = tensor
+        return [module for name, group in groups.items() for module in self._module(name, group)]
+
+    def _module(self, name: str, group: dict[str, Stored]) -> Iterator[Module]:
+        kind = self.kind_of(group)
+        table = self.suffixes.get(kind, {}) if kind != "none" else {}
+        roles = {role: group[suffix] for role, suffix in table.items() if suffix in group}
+        rest = [t for t in group.values() if t not in roles.values()]
+        if kind in ("dense", "none"):
+            if roles:
+                yield Module(name, kind, roles)
+            yield from (Module(t.name, "none", {"data": t}) for t in rest)
+        else:
+            yield Module(name, kind, roles, tuple(rest))
+
+    def kind_of(self, group: Mapping[str, Stored]) -> Kind:
+        """The kind of the weight in a group of suffix -> tensor; the tensors decide, not the config."""
+        weight = group.get("weight")
+        codes, scales = (group.get(self.suffixes["nvfp4"][role]) for role in ("codes", "scales"))
+        if codes is not None and codes.dtype in BYTES:
+            mx = scales is not None and scales.dtype in ("U8", "F8_E8M0")
+            return "mxfp4" if mx else "nvfp4"
+        if weight is None:
+            return "none"
+        if weight.dtype == "F8_E4M3":
+            return "fp8"
+        return "dense"
+
+    def read(self, module: Module, read: Read, original: Callable[[Stored], np.float32 | None]) -> Any:
+        """The Weight, Fp8Weight or DenseWeight that a module holds.
+
+        Args:
+            module: one of ``modules``.
+            read: gives the array of a tensor.
+            original: the number before its reciprocal was stored, where the file remembers it.
+
+        Raises:
+            FormatError: tensors that do not form a weight, or companions that must not be ignored.
+        """
+        problem = next((f for f in structure(module) if f.severity == "error"), None)
+        if problem is not None:
+            raise problem.error(module.main.file if module.main else None)
+        get = {role: read(stored) for role, stored in module.roles.items()}
+        if module.kind == "nvfp4":
+            refuse_companions(module, {"lora_a", "lora_b"}, "cannot be read as a plain weight")
+            scalars = {
+                role: self.meaning(module, role, get[role], original)
+                for role in ("scale2", "input_scale")
+                if role in get
+            }
+            return Weight(codes=get["codes"], scales=get["scales"], pre_scale=get.get("pre_scale"), **scalars)
+        if module.kind == "fp8":
+            refuse_companions(module, set(), "cannot be read as a plain weight")
+            scale = get["scale"].astype(np.float32)
+            return Fp8Weight(data=get["data"], scale=scale, block=fp8_block(module), input_scale=get.get("input_scale"))
+        return DenseWeight(get["data"])
+
+    def meaning(self, module: Module, role: str, value: Any, original: Callable[[Stored], np.float32 | None]) -> Any:
+        """The multiplier that a stored scale stands for, f32."""
+        value = value.astype(np.float32)
+        if not self.divides or module.kind != "nvfp4":
+            return value
+        kept = original(module.roles[role])
+        return reciprocal(value) if kept is None else np.full_like(value, kept)
+
+    def outputs(self, module: Module, source: Dialect) -> list[Output]:
+        """The tensors that this dialect writes for a module read from ``source``.
+
+        Raises:
+            FormatError: a companion that this dialect has no place for.
+        """
+        if module.kind in ("dense", "none"):
+            return [Output(t, t, "copy") for t in module.tensors]
+        table = self.suffixes.get(module.kind, {})
+        refuse_companions(module, set(module.roles) - set(table), f"have no place in {self.title}")
+        invert = module.kind == "nvfp4" and self.divides != source.divides
+        return [self._output(module, role, table[role], invert) for role in module.roles]
+
+    def _output(self, module: Module, role: str, suffix: str, invert: bool) -> Output:
+        source, name = module.roles[role], f"{module.name}.{suffix}"
+        if role == "codes":
+            shape = (*module.shape[:-1], module.shape[-1] // 2)
+            return Output(Stored(name, "U8", shape), source, "copy")
+        if role in ("scale2", "input_scale", "scale") and source.dtype in FLOATS:
+            shape = self.scalar_shape if prod(source.shape) == 1 else source.shape
+            return Output(Stored(name, "F32", shape), source, "scalar", invert and role != "scale")
+        return Output(Stored(name, source.dtype, source.shape), source, "copy")
+
+    def layers(self, headers: Headers) -> Callable[[str, str], Layer | None] | None:
+        """What the config says: a function of (module name, class), or None where there is no such config."""
+        return None
+
+    def config(self, facts: Facts) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """(``quantization_config`` of config.json, further files by name) for what a checkpoint holds."""
+        raise UnreadDialectError(f"{self.title} is not written yet", expected="modelopt or compressed-tensors")
+
+
+def structure(module: Module) -> list[Finding]:
+    """Findings about a module that its headers alone show."""
+    found: list[Finding] = []
+    main = module.main
+    if module.kind == "nvfp4" and main is not None:
+        found += _nvfp4_structure(module, main)
+    elif module.kind == "fp8" and main is not None:
+        scale = module.roles.get("scale")
+        if scale is None:
+            found.append(Finding("HB101", main.name, expected=f"{module.name}.weight_scale"))
+        elif scale.dtype not in FLOATS:
+            found.append(Finding("HB114", scale.name, got=str(scale), expected="F32"))
+        elif len(main.shape) == 2 and not _fp8_scale_fits(main.shape, scale.shape):
+            n, k = main.shape
+            need = f"[], [1], [{n}], [{n}, 1] or [{-(-n // 128)}, {-(-k // 128)}]"
+            found.append(Finding("HB109", scale.name, got=list(scale.shape), expected=need))
+    found += [
+        Finding("HB120", t.name, got=str(t), hint="convert to its own dialect carries it; another dialect refuses it")
+        for t in module.unknown
+    ]
+    return found
+
+
+def _nvfp4_structure(module: Module, codes: Stored) -> list[Finding]:
+    found: list[Finding] = []
+    scales, scale2 = module.roles.get("scales"), module.roles.get("scale2")
+    if scales is None:
+        return [Finding("HB101", codes.name, got=str(codes), expected=f"{module.name}.weight_scale")]
+    *experts, n, k = module.shape
+    if k % BLOCK:
+        found.append(Finding("HB102", codes.name, got=f"K = {k}", expected=f"a multiple of {BLOCK}"))
+    elif list(scales.shape) != [*experts, n, k // BLOCK]:
+        half = list(scales.shape) == [*experts, n, k // BLOCK // 2]
+        hint = "half the columns: exported from an already compressed model; export it again" if half else None
+        found.append(Finding("HB102", scales.name, got=list(scales.shape), expected=[*experts, n, k // BLOCK], hint=hint))
+    if scales.dtype not in ("F8_E4M3", "U8"):
+        found.append(Finding("HB114", scales.name, got=str(scales), expected="F8_E4M3"))
+    if scale2 is None:
+        hint = "a single-level file has scale2 = 1: engines that expect one read rubbish"
+        found.append(Finding("HB105", codes.name, hint=hint))
+    for role in ("scale2", "input_scale"):
+        scalar = module.roles.get(role)
+        if scalar is None:
+            continue
+        if scalar.dtype not in FLOATS:
+            found.append(Finding("HB114", scalar.name, got=str(scalar), expected="F32"))
+        elif scalar.dtype != "F32":
+            found.append(Finding("HB107", scalar.name, got=scalar.dtype, expected="F32"))
+        if prod(scalar.shape) != 1 and scalar.shape != tuple(experts):
+            found.append(Finding("HB109", scalar.name, got=list(scalar.shape), expected="[] or [1]"))
+    pre = module.roles.get("pre_scale")
+    if pre is not None and pre.shape != (k,):
+        found.append(Finding("HB109", pre.name, got=list(pre.shape), expected=[k]))
+    return found
+
+
+def _fp8_scale_fits(shape: tuple[int, ...], scale: tuple[int, ...]) -> bool:
+    n, k = shape
+    return prod(scale) in (1, n) or prod(scale) == -(-n // 128) * -(-k // 128)
+
+
+def fp8_block(module: Module) -> tuple[int, int] | None:
+    """(128, 128) for an FP8 module with block scales, else None."""
+    n, _ = module.shape
+    scales = module.roles["scale"].shape
+    return None if prod(scales) == 1 or prod(scales) == n and len(scales) < 2 or scales == (n, 1) else (128, 128)
+
+
+def refuse_companions(module: Module, roles: Iterable[str], why: str) -> None:
+    """Refuse a module that has tensors beside its weight which would otherwise be ignored.
+
+    Raises:
+        FormatError: naming them.
+    """
+    left = [module.roles[r].name for r in roles if r in module.roles] + [t.name for t in module.unknown]
+    if left:
+        raise FormatError(
+            f"the tensors beside this weight {why}",
+            file=module.main.file if module.main else None,
+            tensor=module.name,
+            got=", ".join(sorted(left)),
+            hint="dropping them would change the result: keep the checkpoint in its own dialect",
+        )
+
+
+def quant_section(headers: Headers) -> Mapping[str, Any]:
+    """``quantization_config`` of config.json, at its top or inside the text model's config; {} if there is none."""
+    places = [headers.config] + [v for v in headers.config.values() if isinstance(v, dict)]
+    for place in places:
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(section := place.get(key), dict):
+                return section
+    return {}
+
+
+def kv_format(headers: Headers) -> str | None:
+    """The format that a config gives the KV cache: "FP8", "NVFP4", another name, or None."""
+    nested = headers.quant.get("quantization", headers.quant)
+    section = quant_section(headers)
+    algo = nested.get("kv_cache_quant_algo") if isinstance(nested, dict) else None
+    scheme = algo or section.get("kv_cache_quant_algo") or section.get("kv_cache_scheme")
+    if isinstance(scheme, dict):
+        return {8: "FP8", 4: "NVFP4"}.get(scheme.get("num_bits", 0), "unknown")
+    return scheme if isinstance(scheme, str) else None

@@ -1,0 +1,147 @@
+"""compressed-tensors: the format ``nvfp4-pack-quantized`` of llm-compressor, AutoRound and others.
+
+=======================  =======  =========  ==============================================
+key                      dtype    shape      meaning
+=======================  =======  =========  ==============================================
+``weight_packed``        U8       [N, K/2]   codes, low nibble = even k
+``weight_scale``         F8_E4M3  [N, K/16]  block scales, row-major
+``weight_global_scale``  F32      [1] or []  1 / scale2: it divides
+``input_global_scale``   F32      [1] or []  1 / input_scale; absent in NVFP4A16
+=======================  =======  =========  ==============================================
+
+FP8 layers (``float-quantized``): ``weight`` F8_E4M3, ``weight_scale`` [1] or [N, 1], ``input_scale``; these
+multiply. Facts: compressed-tensors 0.20.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from halfbyte.dialects.base import Dialect, Facts, Headers, Kind, Layer, Module, quant_section
+from halfbyte.errors import FormatError
+from halfbyte.patterns import matches, selected, spellings
+
+_BESIDE = {"bias": "bias", "k_scale": "k_scale", "v_scale": "v_scale"}
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_NVFP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "group_size": 16,
+    "strategy": "tensor_group",
+    "dynamic": False,
+    "scale_dtype": "torch.float8_e4m3fn",
+}
+
+
+class CompressedTensors(Dialect):
+    """Read and write compressed-tensors' tensors and config."""
+
+    name: ClassVar[str] = "compressed-tensors"
+    title: ClassVar[str] = "compressed-tensors"
+    divides: ClassVar[bool] = True
+    scalar_shape: ClassVar[tuple[int, ...]] = (1,)
+    suffixes: ClassVar[Mapping[Kind, Mapping[str, str]]] = {
+        "nvfp4": {
+            "codes": "weight_packed",
+            "scales": "weight_scale",
+            "scale2": "weight_global_scale",
+            "input_scale": "input_global_scale",
+            **_BESIDE,
+        },
+        "fp8": {"data": "weight", "scale": "weight_scale", "input_scale": "input_scale", **_BESIDE},
+        "mxfp4": {"codes": "weight_packed", "scales": "weight_scale", **_BESIDE},
+        "dense": {"data": "weight", **_BESIDE},
+    }
+
+    def claims(self, headers: Headers) -> str | None:
+        found = next((name for name in headers.tensors if name.endswith((".weight_packed", ".weight_global_scale"))), None)
+        return f"tensor {found}" if found else None
+
+    def claims_config(self, headers: Headers) -> bool:
+        return quant_section(headers).get("quant_method") == "compressed-tensors"
+
+    def layers(self, headers: Headers) -> Callable[[str, str], Layer | None] | None:
+        section = quant_section(headers)
+        groups = section.get("config_groups")
+        if not isinstance(groups, dict):
+            return None
+        targets = [
+            (target, group)
+            for group in groups.values()
+            if isinstance(group, dict)
+            for target in group.get("targets") or []
+            if isinstance(target, str)
+        ]
+        # compressed-tensors resolves an overlap as exact name, then regexes in alphabetical order, then class.
+        targets.sort(key=lambda pair: (pair[0].startswith("re:"), pair[0]))
+        ignore = [p for p in section.get("ignore") or [] if isinstance(p, str)]
+
+        def of(name: str, cls: str) -> Layer | None:
+            if selected(ignore, name, cls):
+                return None
+            names = spellings(name)
+            by_name = (group for target, group in targets if target != cls and any(matches(target, n) for n in names))
+            by_class = (group for target, group in targets if target == cls)
+            group = next(by_name, None) or next(by_class, None)
+            return None if group is None else _layer(group)
+
+        return of
+
+    def config(self, facts: Facts) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        if facts.kv not in (None, "FP8"):
+            raise FormatError(
+                f"a KV cache in {facts.kv} has no place in compressed-tensors",
+                got=facts.kv,
+                expected="FP8 or none",
+                hint="keep the checkpoint in its own dialect",
+            )
+        groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+        for name, module in facts.quantized.items():
+            scheme = _scheme(module)
+            groups.setdefault(repr(scheme), (scheme, []))[1].append(name)
+        schemes = [({"targets": sorted(names) if len(groups) > 1 else ["Linear"]} | s) for s, names in groups.values()]
+        formats = {s["format"] for s in schemes}
+        kv = _FP8 | {"strategy": "tensor", "dynamic": False} if facts.kv else None
+        return {
+            "config_groups": {f"group_{i}": scheme for i, scheme in enumerate(schemes)},
+            "quant_method": "compressed-tensors",
+            "kv_cache_scheme": kv,
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "global_compression_ratio": None,
+            "ignore": sorted(name for name, cls in facts.dense.items() if cls == "Linear"),
+        }, {}
+
+
+def _layer(group: Mapping[str, Any]) -> Layer:
+    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    bits, kind, size = weights.get("num_bits"), weights.get("type"), weights.get("group_size")
+    if kind != "float":
+        return Layer(f"{kind}{bits}")
+    if bits == 8:
+        return Layer("fp8")
+    if size == 32:
+        return Layer("mxfp4")
+    return Layer("nvfp4", bool(inputs) and inputs.get("dynamic") in (False, "local"))
+
+
+def _scheme(module: Module) -> dict[str, Any]:
+    inputs: dict[str, Any] | None
+    if module.kind == "nvfp4":
+        weights, fmt = dict(_NVFP4), "nvfp4-pack-quantized"
+        inputs = _NVFP4 | {"dynamic": "local", "observer": "static_minmax"} if "input_scale" in module.roles else None
+    else:
+        scales = module.roles["scale"].shape
+        n = module.shape[0]
+        per_tensor = scales in ((), (1,), (1, 1))
+        strategy = "tensor" if per_tensor else "channel" if scales in ((n,), (n, 1)) else "block"
+        weights, fmt = _FP8 | {"strategy": strategy, "dynamic": False}, "float-quantized"
+        if strategy == "block":
+            weights["block_structure"] = [128, 128]
+        if "input_scale" in module.roles:
+            inputs = _FP8 | {"strategy": "tensor", "dynamic": False}
+        else:
+            inputs = _FP8 | {"strategy": "token", "dynamic": True} if strategy == "channel" else None
+    return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": fmt}

@@ -1,0 +1,151 @@
+"""ModelOpt: NVIDIA's unified Hugging Face export.
+
+==================  =======  ===============  ================================================
+key                 dtype    shape            meaning
+==================  =======  ===============  ================================================
+``weight``          U8       [N, K/2]         codes, low nibble = even k
+``weight_scale``    F8_E4M3  [N, K/16]        block scales, row-major
+``weight_scale_2``  F32      []               scale2, multiplies
+``input_scale``     F32      []               amax / 2688, multiplies; absent in W4A16
+``pre_quant_scale`` float    [K]              activations are multiplied by it (AWQ, SVDQuant)
+``svdquant_lora_*`` float    low rank         y += (x a^T) b^T (SVDQuant)
+==================  =======  ===============  ================================================
+
+FP8 layers have the same key names: ``weight`` F8_E4M3 [N, K], ``weight_scale`` F32 [] or [N], ``input_scale``.
+Facts: nvidia-modelopt 0.47, ``modelopt/torch/export``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from halfbyte.dialects.base import Dialect, Facts, Headers, Kind, Layer, Module, quant_section
+from halfbyte.patterns import selected, spellings
+
+_PRODUCER = {"name": "modelopt", "version": "0.47.0"}
+"""Engines accept the file by this name; the version is the one whose layout is written."""
+
+_BESIDE = {"bias": "bias", "k_scale": "k_scale", "v_scale": "v_scale"}
+_KINDS = {"NVFP4": "nvfp4", "MXFP4": "mxfp4", "MXFP8": "mxfp8", "FP8": "fp8"}
+
+
+class ModelOpt(Dialect):
+    """Read and write ModelOpt's tensors and both of its config files."""
+
+    name: ClassVar[str] = "modelopt"
+    title: ClassVar[str] = "ModelOpt"
+    suffixes: ClassVar[Mapping[Kind, Mapping[str, str]]] = {
+        "nvfp4": {
+            "codes": "weight",
+            "scales": "weight_scale",
+            "scale2": "weight_scale_2",
+            "input_scale": "input_scale",
+            "pre_scale": "pre_quant_scale",
+            "lora_a": "svdquant_lora_a",
+            "lora_b": "svdquant_lora_b",
+            **_BESIDE,
+        },
+        "fp8": {"data": "weight", "scale": "weight_scale", "input_scale": "input_scale", **_BESIDE},
+        "mxfp4": {"codes": "weight", "scales": "weight_scale", **_BESIDE},
+        "dense": {"data": "weight", **_BESIDE},
+    }
+
+    def claims(self, headers: Headers) -> str | None:
+        found = next((name for name in headers.tensors if name.endswith(".weight_scale_2")), None)
+        return f"tensor {found}" if found else None
+
+    def claims_config(self, headers: Headers) -> bool:
+        method = quant_section(headers).get("quant_method")
+        return isinstance(method, str) and method.startswith("modelopt") or "quantization" in headers.quant
+
+    def layers(self, headers: Headers) -> Callable[[str, str], Layer | None] | None:
+        section = quant_section(headers) if self.claims_config(headers) else {}
+        nested = headers.quant.get("quantization", headers.quant)
+        section = section or (nested if isinstance(nested, dict) else {})
+        algo = section.get("quant_algo")
+        if not isinstance(algo, str):
+            return None
+        if algo == "MIXED_PRECISION":
+            table = _strings_to_dicts(section.get("quantized_layers"))
+            return lambda name, cls: next((_layer(table[n].get("quant_algo")) for n in spellings(name) if n in table), None)
+        patterns = exclusions(section)
+        embeds = section.get("nvfp4_embed") is True
+
+        def of(name: str, cls: str) -> Layer | None:
+            covered = cls == "Linear" or (cls == "Embedding" and embeds)
+            return _layer(algo) if covered and not selected(patterns, name, cls) else None
+
+        return of
+
+    def config(self, facts: Facts) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        algos = {name: _algo(module) for name, module in facts.quantized.items()}
+        kv = facts.kv if facts.kv in ("FP8", "NVFP4") else None
+        groups: dict[str, list[str]] = {}
+        for name, algo in algos.items():
+            groups.setdefault(algo, []).append(name)
+        mixed = len(groups) > 1
+        algo = "MIXED_PRECISION" if mixed else next(iter(groups), None)
+        ignore = [] if mixed else sorted(facts.dense)
+        layers = {
+            name: {"quant_algo": a} | ({"group_size": 16} if "NVFP4" in a else {}) for name, a in algos.items()
+        }
+        section: dict[str, Any] = {
+            "config_groups": {
+                f"group_{i}": _group(a) | {"targets": sorted(names) if mixed else ["Linear"]}
+                for i, (a, names) in enumerate(sorted(groups.items()))
+            }
+        }
+        if mixed:
+            section["quantized_layers"] = layers
+        section |= {"ignore": ignore, "quant_algo": algo}
+        if kv:
+            section["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"} if kv == "FP8" else kv
+        section |= {"producer": dict(_PRODUCER), "quant_method": "modelopt"}
+        inner: dict[str, Any] = {"quant_algo": algo, "kv_cache_quant_algo": kv}
+        if mixed:
+            inner["quantized_layers"] = layers
+        else:
+            inner |= ({"group_size": 16} if algo and "NVFP4" in algo else {}) | {"exclude_modules": ignore}
+        return section, {"hf_quant_config.json": {"producer": dict(_PRODUCER), "quantization": inner}}
+
+
+def exclusions(section: Mapping[str, Any]) -> list[str]:
+    """The patterns of modules that a section leaves unquantized."""
+    listed = section.get("ignore") or section.get("exclude_modules") or []
+    return [p for p in listed if isinstance(p, str)] if isinstance(listed, list) else []
+
+
+def _strings_to_dicts(value: Any) -> dict[str, dict[str, Any]]:
+    return {k: v for k, v in value.items() if isinstance(v, dict)} if isinstance(value, dict) else {}
+
+
+def _layer(algo: Any) -> Layer:
+    algo = str(algo)
+    base = next((kind for prefix, kind in _KINDS.items() if algo.removeprefix("W4A16_").startswith(prefix)), algo)
+    if algo.startswith("W4A8_NVFP4"):
+        base = "nvfp4"
+    return Layer(base, None if base != "nvfp4" else algo.startswith("NVFP4"))
+
+
+def _algo(module: Module) -> str:
+    if module.kind == "nvfp4":
+        if "lora_a" in module.roles:
+            return "NVFP4_SVD"
+        if "pre_scale" in module.roles:
+            return "NVFP4_AWQ"
+        return "NVFP4" if "input_scale" in module.roles else "W4A16_NVFP4"
+    if module.kind == "mxfp4":
+        return "MXFP4"
+    scales = module.roles["scale"].shape
+    if scales in ((), (1,), (1, 1)):
+        return "FP8"
+    return "FP8_PER_CHANNEL_PER_TOKEN" if max(scales) == module.shape[0] else "FP8_PB_WO"
+
+
+def _group(algo: str) -> dict[str, Any]:
+    bits = {"dynamic": False, "num_bits": 8, "type": "float"}
+    four = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    args = four if "NVFP4" in algo else bits
+    weights_only = algo.startswith("W4A16") or algo in ("FP8_PB_WO", "MXFP4")
+    return ({} if weights_only else {"input_activations": dict(args)}) | {"weights": dict(args)}

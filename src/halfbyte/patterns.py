@@ -1,0 +1,78 @@
+"""Patterns that select modules: the three ways in use, and the names that engines fuse.
+
+==========================  =============================================================
+``model.layers.0.mlp``      a module name, or the start of one (ModelOpt, transformers)
+``model.layers.*.mlp.*``    fnmatch (ModelOpt)
+``re:.*mlp.gate$``          a regular expression that the start of the name matches (compressed-tensors)
+``Linear``                  a class (compressed-tensors)
+==========================  =============================================================
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from halfbyte.errors import UsageError
+
+FUSED: dict[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13": ("w1", "w3"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""Modules that engines run as one, and their parts on disk."""
+
+_PART_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
+_EMBEDDINGS = {"wte", "wpe", "embed", "embed_in", "embed_out_in", "shared"}
+_ROUTERS = re.compile(r"(^|\.)((mlp|block_sparse_moe|feed_forward|moe|ffn)\.gate|router|routers|shared_expert_gate|wg)$")
+
+
+def fused_group(name: str) -> tuple[str, str] | None:
+    """(fused name, part) if ``name`` is a part of a module that engines fuse."""
+    parent, _, last = name.rpartition(".")
+    fused = _PART_OF.get(last)
+    return (f"{parent}.{fused}", last) if fused else None
+
+
+def module_class(name: str, ndim: int) -> str | None:
+    """"Embedding" or "Linear" for a module with a weight of ``ndim`` axes, None for norms and the like."""
+    last = name.rpartition(".")[2]
+    if ndim != 2:
+        return None
+    return "Embedding" if "embed" in last or last in _EMBEDDINGS else "Linear"
+
+
+def is_router(name: str) -> bool:
+    """Whether ``name`` is the gate of a mixture of experts, by its usual names."""
+    return _ROUTERS.search(name) is not None
+
+
+def spellings(name: str) -> list[str]:
+    """``name``, the fused name that it is a part of, and both without a leading ``model.`` or the like."""
+    group = fused_group(name)
+    names = [name, group[0]] if group else [name]
+    for prefix in ("model.language_model.", "language_model.model.", "language_model.", "model."):
+        names += [n.replace(prefix, other, 1) for n in names if n.startswith(prefix) for other in ("", "model.")]
+    return list(dict.fromkeys(names))
+
+
+def matches(pattern: str, name: str, cls: str | None = None) -> bool:
+    """Whether ``pattern`` selects the module ``name`` of class ``cls``.
+
+    Raises:
+        UsageError: a regular expression that does not compile.
+    """
+    if pattern.startswith("re:"):
+        try:
+            return re.match(pattern[3:], name) is not None
+        except re.error as error:
+            raise UsageError("not a regular expression", got=repr(pattern), hint=str(error)) from None
+    return pattern == cls or name == pattern or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
+
+
+def selected(patterns: Iterable[str], name: str, cls: str | None = None) -> str | None:
+    """The first pattern that selects ``name`` under one of its spellings, or None."""
+    names = spellings(name)
+    return next((p for p in patterns if any(matches(p, n, cls) for n in names)), None)

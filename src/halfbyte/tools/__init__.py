@@ -1,0 +1,1 @@
+"""Tools over whole checkpoints: one file each, returning a Report."""

@@ -1,0 +1,120 @@
+"""What the tools share: threads, progress, and the parts of writing that do not depend on the tool."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from halfbyte.checkpoint.reader import Checkpoint
+from halfbyte.checkpoint.writer import CheckpointWriter, Shard
+from halfbyte.errors import UsageError
+from halfbyte.stored import Stored
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all), from any thread but one at a time."""
+
+Job: TypeAlias = Callable[[], None]
+
+CHUNK = 4 << 20
+"""Bytes that a scan looks at in one step: two of them fit a core's cache."""
+
+
+class Meter:
+    """Counts bytes over threads and tells a progress callback."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.total, self.done = total, 0
+        self._progress, self._lock = progress, threading.Lock()
+        self.add(0)
+
+    def add(self, count: int) -> None:
+        """Count bytes that are done."""
+        with self._lock:
+            self.done += count
+            if self._progress is not None:
+                self._progress(self.done, self.total)
+
+
+def worker_count(workers: int | None) -> int:
+    """How many threads to use: the number asked for, or one for each core this process may use."""
+    if workers is not None and workers < 1:
+        raise UsageError("workers must be positive", got=workers)
+    affinity = getattr(os, "sched_getaffinity", None)
+    return workers or (len(affinity(0)) if affinity else os.cpu_count() or 1)
+
+
+def run(jobs: Sequence[Job], workers: int) -> None:
+    """Run jobs on threads; the first exception stops those that have not begun, and is raised."""
+    if workers == 1 or len(jobs) < 2:
+        for job in jobs:
+            job()
+        return
+    pool = ThreadPoolExecutor(min(workers, len(jobs)), thread_name_prefix="halfbyte")
+    try:
+        done, _ = wait([pool.submit(job) for job in jobs], return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def copy_jobs(checkpoint: Checkpoint, shard: Shard, pairs: Iterable[tuple[str, Stored]], meter: Meter) -> list[Job]:
+    """One job for each source file: copy tensors, given as (name here, tensor there), into a shard."""
+    by_file: dict[str, list[tuple[str, Stored]]] = defaultdict(list)
+    for name, source in pairs:
+        by_file[source.file].append((name, source))
+
+    def job(file: str, group: list[tuple[str, Stored]]) -> None:
+        shard.copy(group, checkpoint.fd(file), meter.add)
+
+    return [lambda file=file, group=group: job(file, group) for file, group in by_file.items()]  # type: ignore[misc]
+
+
+def write_side_files(
+    writer: CheckpointWriter,
+    checkpoint: Checkpoint,
+    section: Mapping[str, Any] | None,
+    extra: Mapping[str, Mapping[str, Any]],
+) -> list[dict[str, str]]:
+    """Carry the other files and write config.json with the given ``quantization_config``.
+
+    Returns:
+        One entry {"file", "action", "reason"} for each file.
+    """
+    listed = []
+    for name in checkpoint.carried_files():
+        writer.carry(checkpoint.path / name, name)
+        listed.append({"file": str(name), "action": "copied", "reason": "not a weight"})
+    if checkpoint.config or section is not None:
+        config = without_quantization(checkpoint.config)
+        if section is not None:
+            config["quantization_config"] = dict(section)
+        writer.json("config.json", config)
+        listed.append({"file": "config.json", "action": "converted", "reason": "quantization_config"})
+    for name_, value in extra.items():
+        writer.json(name_, value)
+        listed.append({"file": name_, "action": "converted", "reason": "written from the tensors"})
+    if checkpoint.quant and "hf_quant_config.json" not in extra:
+        reason = "the target has no such file"
+        listed.append({"file": "hf_quant_config.json", "action": "dropped", "reason": reason})
+    return listed
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of config.json without its quantization sections, also those of nested models."""
+    gone = ("quantization_config", "compression_config")
+    return {
+        key: without_quantization(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in gone
+    }
+
+
+def directory_bytes(path: Path) -> int:
+    """Bytes of all regular files below ``path``."""
+    return sum(f.stat().st_size for f in path.rglob("*") if f.is_file())

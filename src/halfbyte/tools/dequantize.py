@@ -1,0 +1,127 @@
+"""``dequantize``: a quantized checkpoint to a dense one, in float32, bfloat16 or float16."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfbyte.checkpoint.consistency import quantized
+from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
+from halfbyte.checkpoint.writer import CheckpointWriter, Shard, check_target, distribute, parse_size, shard_names
+from halfbyte.dialects import Module
+from halfbyte.errors import UsageError
+from halfbyte.findings import Report
+from halfbyte.stored import Stored, byte_count, header_dtype
+from halfbyte.tools.base import Job, Meter, Progress, copy_jobs, directory_bytes, run, worker_count, write_side_files
+from halfbyte.weight import Weight, float_dtype
+
+_INSIDE = ("codes", "scales", "scale2", "data", "scale", "pre_scale")
+
+
+def dequantize_checkpoint(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    max_shard_size: str = "5GB",
+    force: bool = False,
+    dry_run: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Write the values of every quantized weight as a dense tensor.
+
+    A pre_scale is folded into its weight, so that the dense layer computes the same function.
+
+    Args:
+        src: a directory, a file, or a hub name.
+        dst: the directory to make.
+        dtype: "float32", "bfloat16" or "float16"; by default that of config.json, or bfloat16.
+        max_shard_size: such as "5GB".
+        force: replace ``dst`` if it exists.
+        dry_run: plan and sizes; writes nothing.
+        workers: threads; by default one for each core.
+        progress: told of source bytes done.
+
+    Returns:
+        A report; its facts are "src", "dst", "dtype", "tensors" and "files" (each with what became of
+        it and why), "bytes_in", "bytes_out" and "seconds".
+
+    Raises:
+        HalfbyteError: a source that cannot be read, a target that may not be written. Nothing is left behind.
+    """
+    started = time.perf_counter()
+    threads, limit = worker_count(workers), parse_size(max_shard_size)
+    check_target(Path(dst), force)
+    with open_checkpoint(src) as checkpoint:
+        checkpoint.require_readable()
+        modules = {m.name: m for m in quantized(checkpoint)}
+        if not modules:
+            raise UsageError("there is nothing quantized in this checkpoint", file=str(checkpoint.path))
+        name = dtype or _config_dtype(checkpoint)
+        stored = header_dtype(np.empty(0, float_dtype(name)))
+        dense = {m.name: Stored(f"{m.name}.weight", stored, m.shape) for m in modules.values()}
+        listed: list[dict[str, str]] = []
+        outputs: list[Stored] = []
+        for module in checkpoint.modules:
+            if module.name not in modules:
+                outputs += module.tensors
+                continue
+            outputs.append(dense[module.name])
+            for role, tensor in module.roles.items():
+                action, reason = _fate(role)
+                listed.append({"tensor": tensor.name, "action": action, "reason": reason})
+                if action == "copied":
+                    outputs.append(tensor)
+        shards = distribute(outputs, limit)
+        facts: dict[str, Any] = {
+            "src": str(checkpoint.path),
+            "dst": str(dst),
+            "dtype": name,
+            "tensors": listed,
+            "bytes_in": sum(t.nbytes for t in checkpoint.tensors.values()),
+            "bytes_out": sum(byte_count(t.dtype, t.shape) for t in outputs),
+        }
+        if dry_run:
+            largest = sorted((byte_count("F32", t.shape) for t in dense.values()), reverse=True)[:threads]
+            return Report("dequantize", (), facts | {"dry_run": True, "shards": len(shards), "peak_bytes": 2 * sum(largest)})
+        by_output = {t.name: modules[n] for n, t in dense.items()}
+        with CheckpointWriter(Path(dst), force) as writer:
+            meter = Meter(facts["bytes_in"], progress)
+            for shard_name, tensors in zip(shard_names(len(shards)), shards, strict=True):
+                shard = writer.shard(shard_name, tensors, {"format": "pt"})
+                mine = [by_output[t.name] for t in tensors if not t.file]
+                jobs: list[Job] = [lambda m=m: _write(checkpoint, m, shard, name, meter) for m in mine]  # type: ignore[misc]
+                run(jobs + copy_jobs(checkpoint, shard, [(t.name, t) for t in tensors if t.file], meter), threads)
+                shard.finish()
+            facts["files"] = write_side_files(writer, checkpoint, None, {})
+            facts["bytes_on_disk"] = directory_bytes(writer.seal())
+            writer.commit()
+        facts["seconds"] = round(time.perf_counter() - started, 3)
+        return Report("dequantize", (), facts)
+
+
+def _fate(role: str) -> tuple[str, str]:
+    if role in _INSIDE:
+        return "converted", "part of the dense weight"
+    if role == "bias":
+        return "copied", "the same"
+    return "dropped", "a dense checkpoint does not quantize activations or the KV cache"
+
+
+def _config_dtype(checkpoint: Checkpoint) -> str:
+    named = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))
+    return named if named in ("float32", "bfloat16", "float16") else "bfloat16"
+
+
+def _write(checkpoint: Checkpoint, module: Module, shard: Shard, dtype: str, meter: Meter) -> None:
+    weight = checkpoint.load(module)
+    values = weight.dequantize("float32")
+    if isinstance(weight, Weight) and weight.pre_scale is not None:
+        values *= weight.pre_scale.astype(np.float32)
+    shard.write(f"{module.name}.weight", values.astype(float_dtype(dtype), copy=False))
+    meter.add(sum(t.nbytes for role, t in module.roles.items() if role in _INSIDE))

@@ -1,0 +1,152 @@
+"""``inspect``: what a checkpoint holds, from its headers alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfbyte.checkpoint.consistency import header_findings
+from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
+from halfbyte.dialects import Module
+from halfbyte.dialects.base import kv_format, quant_section
+from halfbyte.findings import Report, in_order
+from halfbyte.numerics import E4M3_VALUES
+from halfbyte.patterns import is_router, module_class, selected
+
+_BESIDE = ("bias", "k_scale", "v_scale")
+
+
+def inspect(
+    path: str | os.PathLike[str], *, stats: bool = False, include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> Report:
+    """Read the headers of a checkpoint.
+
+    Args:
+        path: a directory, a file, or a hub name.
+        stats: also read the block scales and scale2 of every NVFP4 weight.
+        include, exclude: patterns of the modules that are listed; by default all.
+
+    Returns:
+        A report; its facts are "path", "dialect", "evidence", "files", "config" (what it claims),
+        "total" and "kinds" (modules, parameters, bytes, bits for each parameter), "groups" (modules
+        of one name but for their numbers) and, with ``stats``, "stats".
+
+    Raises:
+        HalfbyteError: a checkpoint whose headers cannot be read.
+    """
+    with open_checkpoint(path) as checkpoint:
+        readable = checkpoint.dialect.readable
+        modules = [
+            m
+            for m in checkpoint.modules
+            if m.main is not None and not (include and not selected(include, m.name)) and not selected(exclude, m.name)
+        ]
+        facts: dict[str, Any] = {
+            "path": str(checkpoint.path),
+            "dialect": checkpoint.dialect.name if checkpoint.evidence else "dense",
+            "readable": readable,
+            "evidence": checkpoint.evidence,
+            "files": [{"name": Path(s.file).name, "bytes": os.stat(s.file).st_size} for s in checkpoint.shards],
+            "config": {
+                "quant_method": quant_section(checkpoint.headers).get("quant_method"),
+                "quant_algo": quant_section(checkpoint.headers).get("quant_algo"),
+                "kv_cache": kv_format(checkpoint.headers),
+                "model_type": checkpoint.config.get("model_type"),
+            },
+            "tensors": len(checkpoint.tensors),
+            "total": _size(modules) if readable else {"bytes": sum(t.nbytes for t in checkpoint.tensors.values())},
+            "kinds": {kind: _size([m for m in modules if _kind(m) == kind]) for kind in _kinds(modules)},
+            "groups": _groups(modules),
+        }
+        if stats:
+            checkpoint.require_readable()
+            facts["stats"] = [_stats(checkpoint, m) for m in modules if m.kind == "nvfp4"]
+        findings = header_findings(checkpoint) if readable else checkpoint.findings
+        return Report("inspect", in_order(findings), facts)
+
+
+def _kind(module: Module) -> str:
+    """The kind of a module, where tensors beside no weight count as "other"."""
+    return "other" if module.kind == "none" else module.kind
+
+
+def _kinds(modules: list[Module]) -> list[str]:
+    order = ["nvfp4", "fp8", "mxfp4", "dense", "other"]
+    return [kind for kind in order if any(_kind(m) == kind for m in modules)]
+
+
+def _size(modules: list[Module]) -> dict[str, Any]:
+    parameters = sum(prod(m.shape) for m in modules)
+    nbytes = sum(t.nbytes for m in modules for role, t in m.roles.items() if role not in _BESIDE)
+    bits = round(8 * nbytes / parameters, 4) if parameters else None
+    return {"modules": len(modules), "parameters": parameters, "bytes": nbytes, "bits_per_parameter": bits}
+
+
+def _groups(modules: list[Module]) -> list[dict[str, Any]]:
+    groups: dict[tuple[str, str], list[Module]] = {}
+    for module in modules:
+        key = (re.sub(r"\.\d+(?=\.|$)", ".*", module.name), _kind(module))
+        groups.setdefault(key, []).append(module)
+    listed = []
+    for (name, kind), members in groups.items():
+        main = members[0].main
+        shapes = sorted({m.shape for m in members})
+        cls = "Router" if is_router(name) else module_class(name, len(shapes[0])) if kind != "other" else None
+        listed.append(
+            {"name": name, "kind": kind, "class": cls, "dtype": main.dtype if main else None}
+            | {"shapes": [list(shape) for shape in shapes]}
+            | {"has": sorted(set().union(*(m.roles for m in members)) - {"codes", "data", "scales"})}
+            | _size(members)
+        )
+    return listed
+
+
+def _stats(checkpoint: Checkpoint, module: Module) -> dict[str, Any]:
+    """Facts about the scales of one NVFP4 module."""
+    weight = checkpoint.load(module)
+    scales = weight.scales
+    histogram = np.bincount(scales.reshape(-1), minlength=256)
+    blocks = max(int(histogram.sum()), 1)
+    used = np.flatnonzero(histogram[:127])
+    top = int(used[-1]) if used.size else 0
+    zero_codes = weight.codes.reshape(*scales.shape, 8).view(np.uint64)[..., 0] & 0x7777777777777777 == 0
+    empty = scales[zero_codes]
+    return {
+        "name": module.name,
+        "shape": list(module.shape),
+        "scale2": float(weight.scale2.max()),
+        "input_scale": None if weight.input_scale is None else float(weight.input_scale.max()),
+        "zero": float(histogram[0] / blocks),
+        "subnormal": float(histogram[1:8].sum() / blocks),
+        "largest": float(histogram[126] / blocks),
+        "largest_scale": float(E4M3_VALUES[top]),
+        "amax": float(E4M3_VALUES[top] * 6 * weight.scale2.max()),
+        "recipe": _guess(top, empty),
+    }
+
+
+_ZERO_BLOCK = {
+    0x38: "ModelOpt",
+    0x20: "compressed-tensors",
+    0x08: "torchao",
+    0x00: "comfy-kitchen or ggml",
+}
+"""The scale that each quantizer gives an all-zero block."""
+
+
+def _guess(top: int, empty: Any) -> str:
+    """A recipe that would leave these scales; a guess, since several can."""
+    if top == 0x7E:
+        recipe = "rtn (scale2 = amax / 2688)"
+    elif top in (0x78, 0x7C):
+        recipe = "four-over-six (scale2 = amax / 1536)"
+    else:
+        recipe = "a scale2 that is shared, searched or a constant"
+    makers = {_ZERO_BLOCK.get(int(byte)) for byte in np.unique(empty)} - {None}
+    return f"{recipe}; zero blocks as {makers.pop()}" if len(makers) == 1 else recipe
