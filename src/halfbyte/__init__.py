@@ -66,7 +66,7 @@ __all__ = [
 if TYPE_CHECKING:
     from halfbyte import errors, layouts, nn
     from halfbyte.checkpoint.reader import Checkpoint
-    from halfbyte.checkpoint.reader import open_checkpoint as open
+    from halfbyte.checkpoint.reader import open_checkpoint as open  # noqa: A004 - torch and safetensors say open too
     from halfbyte.errors import HalfbyteError
     from halfbyte.findings import CODES, Finding, Report
     from halfbyte.layouts import Packed

@@ -72,7 +72,7 @@ class Finding:
 
     @property
     def severity(self) -> Severity:
-        """"error", "warning" or "note"."""
+        """ "error", "warning" or "note"."""
         return CODES[self.code][0]
 
     @property

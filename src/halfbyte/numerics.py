@@ -43,7 +43,8 @@ def _e4m3_table() -> F32:
     exponent, mantissa = (byte >> 3) & 15, (byte & 7).astype(np.float64)
     magnitude = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * np.exp2(exponent - 7.0))
     magnitude[(byte & 127) == 127] = np.nan
-    return np.where(byte >= 128, -magnitude, magnitude).astype(np.float32)
+    table: F32 = np.where(byte >= 128, -magnitude, magnitude).astype(np.float32)
+    return table
 
 
 def _e8m0_table() -> F32:
@@ -127,7 +128,7 @@ def encode_e2m1(x: F32) -> U8:
     """
     a = np.abs(x)
     # The boundary above an even code is a tie that stays, above an odd code one that moves up.
-    code = (a > 0.25).view(np.uint8) + (a >= 0.75).view(np.uint8)
+    code: U8 = (a > 0.25).view(np.uint8) + (a >= 0.75).view(np.uint8)
     code += a > 1.25
     code += a >= 1.75
     code += a > 2.5
@@ -140,7 +141,8 @@ def encode_e2m1(x: F32) -> U8:
 def encode_e4m3(x: F32) -> U8:
     """Round f32 to the nearest E4M3FN byte, ties to even, saturating at +-448; NaN stays NaN."""
     clipped = np.clip(x, -E4M3_MAX, E4M3_MAX, dtype=np.float32)
-    return clipped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    encoded: U8 = clipped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return encoded
 
 
 def encode_e8m0(x: F32) -> U8:

@@ -26,7 +26,9 @@ FUSED: dict[str, tuple[str, ...]] = {
 
 _PART_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 _EMBEDDINGS = {"wte", "wpe", "embed", "embed_in", "embed_out_in", "shared"}
-_ROUTERS = re.compile(r"(^|\.)((mlp|block_sparse_moe|feed_forward|moe|ffn)\.gate|router|routers|shared_expert_gate|wg)$")
+_ROUTERS = re.compile(
+    r"(^|\.)((mlp|block_sparse_moe|feed_forward|moe|ffn)\.gate|router|routers|shared_expert_gate|wg)$"
+)
 
 
 def fused_group(name: str) -> tuple[str, str] | None:
@@ -37,7 +39,7 @@ def fused_group(name: str) -> tuple[str, str] | None:
 
 
 def module_class(name: str, ndim: int) -> str | None:
-    """"Embedding" or "Linear" for a module with a weight of ``ndim`` axes, None for norms and the like."""
+    """ "Embedding" or "Linear" for a module with a weight of ``ndim`` axes, None for norms and the like."""
     last = name.rpartition(".")[2]
     if ndim != 2:
         return None
@@ -69,7 +71,7 @@ def matches(pattern: str, name: str, cls: str | None = None) -> bool:
             return re.match(pattern[3:], name) is not None
         except re.error as error:
             raise UsageError("not a regular expression", got=repr(pattern), hint=str(error)) from None
-    return pattern == cls or name == pattern or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
+    return pattern in (cls, name) or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
 
 
 def selected(patterns: Iterable[str], name: str, cls: str | None = None) -> str | None:

@@ -29,7 +29,7 @@ __all__ = ["DenseWeight", "Fp8Weight", "LossyWarning", "Weight", "float_dtype", 
 
 ConcatPolicy = Literal["exact", "equal", "common"]
 
-_FLOATS = {
+_FLOATS: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
@@ -240,7 +240,9 @@ class Weight(_Immutable):
         first = parts[0]
         for i, part in enumerate(parts[1:], 1):
             if (part.k, part.experts) != (first.k, first.experts):
-                raise WeightError(f"part {i} has another K or E", got=part.shape, expected=f"(*{first.experts}, N, {first.k})")
+                raise WeightError(
+                    f"part {i} has another K or E", got=part.shape, expected=f"(*{first.experts}, N, {first.k})"
+                )
             for name in ("input_scale", "pre_scale"):
                 if not _equal_or_none(getattr(part, name), getattr(first, name)):
                     raise WeightError(
@@ -388,7 +390,7 @@ class Fp8Weight(_Immutable):
 
     @property
     def granularity(self) -> str:
-        """"tensor", "row" or "block"."""
+        """ "tensor", "row" or "block"."""
         return "block" if self.block else "tensor" if prod(self.scale.shape) == 1 else "row"
 
     def dequantize(self, dtype: str = "float32") -> Array:
@@ -421,10 +423,9 @@ class DenseWeight:
 
 def float_dtype(name: str) -> np.dtype[Any]:
     """The NumPy dtype of "float32", "bfloat16" or "float16"; others raise WeightError."""
-    try:
-        return _FLOATS[name]
-    except KeyError:
-        raise WeightError("unknown dtype", got=repr(name), expected=" or ".join(_FLOATS)) from None
+    if name not in _FLOATS:
+        raise WeightError("unknown dtype", got=repr(name), expected=" or ".join(_FLOATS))
+    return _FLOATS[name]
 
 
 def _cast(values: Array, dtype: str) -> Array:
@@ -588,6 +589,8 @@ def _to_common_scale2(parts: Sequence[Weight]) -> list[Weight]:
         total += float(np.square(before).sum())
         rounded.append(new)
     error = (wrong / total) ** 0.5 if total else 0.0
-    warnings.warn(f"concat to a common scale2 rounded the block scales: relative error {error:.3g}", LossyWarning, stacklevel=3)
+    warnings.warn(
+        f"concat to a common scale2 rounded the block scales: relative error {error:.3g}", LossyWarning, stacklevel=3
+    )
     first = parts[0]
     return [w.torch(first.codes.device) for w in rounded] if is_torch(first.codes) else rounded

@@ -29,7 +29,9 @@ def header_findings(checkpoint: Checkpoint) -> list[Finding]:
     for module in checkpoint.modules:
         found += structure(module)
         if module.kind == "none" and module.name.endswith(tuple(f".{name}" for name in _SCALE_NAMES)):
-            found.append(Finding("HB121", module.name, hint="a quantized weight of that name is missing, or it is dense"))
+            found.append(
+                Finding("HB121", module.name, hint="a quantized weight of that name is missing, or it is dense")
+            )
     found += _config_findings(checkpoint)
     return found
 
@@ -76,7 +78,9 @@ def _config_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
     if wants_input[True]:
         for module in wants_input[False]:
             tensor = module.main.name if module.main else module.name
-            yield Finding("HB111", tensor, expected=f"{module.name}.input_scale", hint="calibrate again, or serve as W4A16")
+            yield Finding(
+                "HB111", tensor, expected=f"{module.name}.input_scale", hint="calibrate again, or serve as W4A16"
+            )
     elif wants_input[False]:
         yield Finding("HB112", got=f"{len(wants_input[False])} modules", hint="this is a W4A16 checkpoint")
     for name, cls in linear_modules(checkpoint).items():

@@ -69,7 +69,9 @@ def read_header(file: str) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise FormatError(f"{METADATA} is not an object of strings", file=file)
     base = 8 + length
-    tensors = sorted((_tensor(name, entry, file, base) for name, entry in parsed.items()), key=lambda t: (t.start, t.nbytes))
+    tensors = sorted(
+        (_tensor(name, entry, file, base) for name, entry in parsed.items()), key=lambda t: (t.start, t.nbytes)
+    )
     end = base
     for tensor in tensors:
         if tensor.start != end:
@@ -98,7 +100,11 @@ def _tensor(name: str, entry: Any, file: str, base: int) -> Stored:
     expected = byte_count(dtype, tuple(shape))
     if end - begin != expected:
         raise FormatError(
-            f"{dtype} {shape} does not fit its offsets", file=file, tensor=name, got=f"{end - begin} bytes", expected=expected
+            f"{dtype} {shape} does not fit its offsets",
+            file=file,
+            tensor=name,
+            got=f"{end - begin} bytes",
+            expected=expected,
         )
     return Stored(name, dtype, tuple(shape), file, base + begin, end - begin)
 

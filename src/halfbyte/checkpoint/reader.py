@@ -25,7 +25,7 @@ from halfbyte.weight import DenseWeight, Fp8Weight, Weight
 
 INDEX = "model.safetensors.index.json"
 PROVENANCE = "halfbyte.scale2"
-"""Key in a shard's metadata: JSON {tensor name: the f32 whose rounded reciprocal the tensor stores, as 8 hex digits of its bits}."""
+"""Key in a shard's metadata: JSON {tensor name: 8 hex digits, the bits of the f32 whose rounded reciprocal is stored}."""
 
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
 _MAX_JSON = 256 << 20
@@ -106,7 +106,7 @@ class Checkpoint:
             FormatError: the file has become shorter.
         """
         view, position = memoryview(out), tensor.start + start
-        while len(view):
+        while view:
             count = os.preadv(self.fd(tensor.file), [view], position)
             if count == 0:
                 raise FormatError("the file became shorter while it was read", file=tensor.file, tensor=tensor.name)
@@ -318,7 +318,9 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise FormatError("the index has no weight_map of names to files", file=str(index))
     for tensor, name in table.items():
         if name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name or "\0" in name:
-            raise FormatError("the index names a file outside the directory", file=str(index), tensor=tensor, got=repr(name))
+            raise FormatError(
+                "the index names a file outside the directory", file=str(index), tensor=tensor, got=repr(name)
+            )
     return table
 
 
@@ -330,9 +332,7 @@ def _expert_stack(tensors: dict[str, Stored]) -> Stored | None:
     return None
 
 
-def _check_index(
-    root: Path, shards: tuple[Header, ...], tensors: dict[str, Stored], findings: list[Finding]
-) -> None:
+def _check_index(root: Path, shards: tuple[Header, ...], tensors: dict[str, Stored], findings: list[Finding]) -> None:
     index = _index_of(root)
     if index is None:
         return

@@ -213,7 +213,7 @@ class CheckpointWriter:
     def seal(self, index: str = INDEX) -> Path:
         """Name the finished shards and write the index; returns the directory, which is now a checkpoint."""
         for name, shard in self._shards.items():
-            os.rename(shard.file, self._work / name)
+            shard.file.rename(self._work / name)
         if len(self._shards) > 1:
             table = {tensor: name for name, shard in self._shards.items() for tensor in shard.tensors}
             total = sum(t.nbytes for shard in self._shards.values() for t in shard.tensors.values())
@@ -224,7 +224,7 @@ class CheckpointWriter:
     def commit(self) -> None:
         """Let the sealed directory take its place."""
         with _set_aside(self.target):
-            os.rename(self._work, self.target)
+            self._work.rename(self.target)
         _sync(self.target.absolute().parent)
 
     def _place(self, name: str, data: bytes) -> None:
@@ -244,13 +244,17 @@ def check_target(target: Path, force: bool) -> None:
     if not target.name:
         raise TargetError("not a name for a directory", file=str(target))
     if not parent.is_dir():
-        raise TargetError("the directory to write into does not exist", file=str(parent), hint=f"run: mkdir -p {parent}")
+        raise TargetError(
+            "the directory to write into does not exist", file=str(parent), hint=f"run: mkdir -p {parent}"
+        )
     if not os.path.lexists(target):
         return
     if not target.is_dir() or target.is_symlink():
         raise TargetError("the target exists and is not a directory", file=str(target), hint="choose another name")
     if not force and any(target.iterdir()):
-        raise TargetError("the target exists", file=str(target), hint="choose another name, or pass --force to replace it")
+        raise TargetError(
+            "the target exists", file=str(target), hint="choose another name, or pass --force to replace it"
+        )
 
 
 @contextlib.contextmanager
@@ -260,12 +264,12 @@ def _set_aside(target: Path) -> Iterator[None]:
         yield
         return
     aside = Path(tempfile.mkdtemp(prefix=f".halfbyte-{target.name}-old-", dir=target.absolute().parent))
-    os.rename(target, aside / target.name)
+    target.rename(aside / target.name)
     try:
         yield
     except BaseException:
-        os.rename(aside / target.name, target)
-        os.rmdir(aside)
+        (aside / target.name).rename(target)
+        aside.rmdir()
         raise
     shutil.rmtree(aside, ignore_errors=True)
 

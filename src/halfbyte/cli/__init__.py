@@ -61,7 +61,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         usage = f"; see: {error.ctx.command_path} --help" if isinstance(error, click.UsageError) and error.ctx else ""
         code = _fail({"error": "UsageError", "message": text}, text + usage, 2, as_json)
     except (KeyboardInterrupt, click.Abort):
-        code = _fail({"error": "Interrupted", "message": "interrupted"}, "interrupted; nothing was written", _INTERRUPTED, as_json)
+        code = _fail(
+            {"error": "Interrupted", "message": "interrupted"},
+            "interrupted; nothing was written",
+            _INTERRUPTED,
+            as_json,
+        )
     except BrokenPipeError:
         # The reader of stdout has gone; keep the interpreter from complaining about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

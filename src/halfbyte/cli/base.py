@@ -24,7 +24,9 @@ _LINE_EVERY = 5.0
 
 def shared_options(command: F) -> F:
     """``--json`` and ``--quiet``."""
-    command = click.option("--quiet", "-q", is_flag=True, help="No progress and no table: only findings and errors.")(command)
+    command = click.option("--quiet", "-q", is_flag=True, help="No progress and no table: only findings and errors.")(
+        command
+    )
     return click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")(command)
 
 
@@ -52,7 +54,14 @@ def progress(label: str, quiet: bool) -> Iterator[Callable[[int, int], None] | N
     if quiet:
         yield None
     elif sys.stderr.isatty():
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
 
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with Progress(TextColumn("{task.description}"), *columns, console=console(stderr=True), transient=True) as bar:

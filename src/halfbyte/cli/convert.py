@@ -37,7 +37,9 @@ def _render(report: Report, out: Console) -> None:
     for entry in facts["tensors"]:
         key = (entry["action"], entry["reason"])
         actions[key] = actions.get(key, 0) + 1
-    rows: list[tuple[str, Any]] = [(action, f"{n} tensors ({reason})") for (action, reason), n in sorted(actions.items())]
+    rows: list[tuple[str, Any]] = [
+        (action, f"{n} tensors ({reason})") for (action, reason), n in sorted(actions.items())
+    ]
     rows += [(f["action"], f"{f['file']} ({f['reason']})") for f in facts.get("files", ())]
     if "proven" in facts:
         rows.append(("proven", f"{facts['proven']} tensors read back and equal to their source"))

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 @click.option("--include", multiple=True, metavar="PATTERN", help="List only these modules.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out these modules.")
 @shared_options
-def command(path: str, stats: bool, include: tuple[str, ...], exclude: tuple[str, ...], as_json: bool, quiet: bool) -> None:
+def command(
+    path: str, stats: bool, include: tuple[str, ...], exclude: tuple[str, ...], as_json: bool, quiet: bool
+) -> None:
     """Show what a checkpoint holds, from its headers alone."""
     from halfbyte.tools.inspect import inspect
 
@@ -51,11 +53,15 @@ def _render(report: Report, out: Console) -> None:
         return
     table = Table(box=None, pad_edge=False, title_justify="left")
     for name in ("modules", "kind", "number", "shape", "bits/param", "bytes", "beside the weight"):
-        table.add_column(name, justify="right" if name in ("number", "bits/param", "bytes") else "left", overflow="fold")
+        table.add_column(
+            name, justify="right" if name in ("number", "bits/param", "bytes") else "left", overflow="fold"
+        )
     for group in facts["groups"]:
         table.add_row(*(str(cell) for cell in _row(group)))
     for kind, sums in facts["kinds"].items():
-        table.add_row(f"all {kind}", "", str(sums["modules"]), "", str(sums["bits_per_parameter"]), size(sums["bytes"]), "")
+        table.add_row(
+            f"all {kind}", "", str(sums["modules"]), "", str(sums["bits_per_parameter"]), size(sums["bytes"]), ""
+        )
     out.print()
     out.print(table)
     if "stats" in facts:

@@ -48,6 +48,6 @@ def _render(report: Report, out: Console) -> None:
     facts = report.facts
     modules = ", ".join(f"{number} {kind}" for kind, number in facts["modules"].items())
     rate = facts["bytes"] / 1e9 / max(facts["seconds"], 1e-9)
-    found = ", ".join(f"{report.count(s)} {s}s" for s in ("error", "warning", "note"))  # type: ignore[arg-type]
+    found = ", ".join(f"{report.count(s)} {s}s" for s in ("error", "warning", "note"))
     out.print(f"{facts['path']}: {facts['dialect']}, {modules}; read {size(facts['bytes'])} at {rate:.2f} GB/s")
     out.print(f"{'sound' if report.ok else 'NOT SOUND'}: {found}")

@@ -10,7 +10,18 @@ from halfbyte.errors import UsageError
 
 DIALECTS: tuple[Dialect, ...] = (*UNREAD, CompressedTensors(), ModelOpt())
 
-__all__ = ["DIALECTS", "Dialect", "Facts", "Headers", "Layer", "Module", "Output", "detect", "dialect_named", "writable"]
+__all__ = [
+    "DIALECTS",
+    "Dialect",
+    "Facts",
+    "Headers",
+    "Layer",
+    "Module",
+    "Output",
+    "detect",
+    "dialect_named",
+    "writable",
+]
 
 
 def detect(headers: Headers) -> tuple[Dialect, str]:

@@ -283,7 +283,9 @@ def _nvfp4_structure(module: Module, codes: Stored) -> list[Finding]:
     elif list(scales.shape) != [*experts, n, k // BLOCK]:
         half = list(scales.shape) == [*experts, n, k // BLOCK // 2]
         hint = "half the columns: exported from an already compressed model; export it again" if half else None
-        found.append(Finding("HB102", scales.name, got=list(scales.shape), expected=[*experts, n, k // BLOCK], hint=hint))
+        found.append(
+            Finding("HB102", scales.name, got=list(scales.shape), expected=[*experts, n, k // BLOCK], hint=hint)
+        )
     if scales.dtype not in ("F8_E4M3", "U8"):
         found.append(Finding("HB114", scales.name, got=str(scales), expected="F8_E4M3"))
     if scale2 is None:
@@ -314,7 +316,7 @@ def fp8_block(module: Module) -> tuple[int, int] | None:
     """(128, 128) for an FP8 module with block scales, else None."""
     n, _ = module.shape
     scales = module.roles["scale"].shape
-    return None if prod(scales) == 1 or prod(scales) == n and len(scales) < 2 or scales == (n, 1) else (128, 128)
+    return None if prod(scales) == 1 or (prod(scales) == n and len(scales) < 2) or scales == (n, 1) else (128, 128)
 
 
 def refuse_companions(module: Module, roles: Iterable[str], why: str) -> None:

@@ -56,7 +56,9 @@ class CompressedTensors(Dialect):
     }
 
     def claims(self, headers: Headers) -> str | None:
-        found = next((name for name in headers.tensors if name.endswith((".weight_packed", ".weight_global_scale"))), None)
+        found = next(
+            (name for name in headers.tensors if name.endswith((".weight_packed", ".weight_global_scale"))), None
+        )
         return f"tensor {found}" if found else None
 
     def claims_config(self, headers: Headers) -> bool:

@@ -57,7 +57,7 @@ class ModelOpt(Dialect):
 
     def claims_config(self, headers: Headers) -> bool:
         method = quant_section(headers).get("quant_method")
-        return isinstance(method, str) and method.startswith("modelopt") or "quantization" in headers.quant
+        return (isinstance(method, str) and method.startswith("modelopt")) or "quantization" in headers.quant
 
     def layers(self, headers: Headers) -> Callable[[str, str], Layer | None] | None:
         section = quant_section(headers) if self.claims_config(headers) else {}
@@ -68,7 +68,9 @@ class ModelOpt(Dialect):
             return None
         if algo == "MIXED_PRECISION":
             table = _strings_to_dicts(section.get("quantized_layers"))
-            return lambda name, cls: next((_layer(table[n].get("quant_algo")) for n in spellings(name) if n in table), None)
+            return lambda name, cls: next(
+                (_layer(table[n].get("quant_algo")) for n in spellings(name) if n in table), None
+            )
         patterns = exclusions(section)
         embeds = section.get("nvfp4_embed") is True
 
@@ -85,11 +87,9 @@ class ModelOpt(Dialect):
         for name, algo in algos.items():
             groups.setdefault(algo, []).append(name)
         mixed = len(groups) > 1
-        algo = "MIXED_PRECISION" if mixed else next(iter(groups), None)
+        named = "MIXED_PRECISION" if mixed else next(iter(groups), None)
         ignore = [] if mixed else sorted(facts.dense)
-        layers = {
-            name: {"quant_algo": a} | ({"group_size": 16} if "NVFP4" in a else {}) for name, a in algos.items()
-        }
+        layers = {name: {"quant_algo": a} | ({"group_size": 16} if "NVFP4" in a else {}) for name, a in algos.items()}
         section: dict[str, Any] = {
             "config_groups": {
                 f"group_{i}": _group(a) | {"targets": sorted(names) if mixed else ["Linear"]}
@@ -98,15 +98,15 @@ class ModelOpt(Dialect):
         }
         if mixed:
             section["quantized_layers"] = layers
-        section |= {"ignore": ignore, "quant_algo": algo}
+        section |= {"ignore": ignore, "quant_algo": named}
         if kv:
             section["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"} if kv == "FP8" else kv
         section |= {"producer": dict(_PRODUCER), "quant_method": "modelopt"}
-        inner: dict[str, Any] = {"quant_algo": algo, "kv_cache_quant_algo": kv}
+        inner: dict[str, Any] = {"quant_algo": named, "kv_cache_quant_algo": kv}
         if mixed:
             inner["quantized_layers"] = layers
         else:
-            inner |= ({"group_size": 16} if algo and "NVFP4" in algo else {}) | {"exclude_modules": ignore}
+            inner |= ({"group_size": 16} if named and "NVFP4" in named else {}) | {"exclude_modules": ignore}
         return section, {"hf_quant_config.json": {"producer": dict(_PRODUCER), "quantization": inner}}
 
 

@@ -15,7 +15,17 @@ from halfbyte.weight import Weight, to_numpy
 
 RECIPES: tuple[Recipe, ...] = (Rtn(),)
 
-__all__ = ["LIKES", "RECIPES", "Like", "Recipe", "TensorScale", "finite_amax", "quantize", "quantize_array", "recipe_named"]
+__all__ = [
+    "LIKES",
+    "RECIPES",
+    "Like",
+    "Recipe",
+    "TensorScale",
+    "finite_amax",
+    "quantize",
+    "quantize_array",
+    "recipe_named",
+]
 
 _SOURCES = {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}
 

@@ -32,7 +32,7 @@ from halfbyte.numerics import (
 from halfbyte.recipes.base import Like, Recipe, TensorScale, block_amax, refuse_overflow
 
 _SMALLEST_SCALE = np.float32(2.0**-9)
-_CT_ZERO_SCALE = np.float32(0.125)
+_CT_ZERO_SCALE = 0x20  # 0.125
 _TINY = np.finfo(np.float32).tiny
 
 
@@ -63,7 +63,7 @@ class Rtn(Recipe):
             wanted = divisor * sixth
             refuse_overflow(wanted)
             scales = encode_e4m3(wanted)
-            scales[scales == 0] = encode_e4m3(_CT_ZERO_SCALE)
+            scales[scales == 0] = _CT_ZERO_SCALE
             step = decode_e4m3(scales) / divisor
         quotient = x.reshape(x.shape[0], -1, BLOCK) / step[..., None]
         return pack_nibbles(encode_e2m1(quotient).reshape(x.shape)), scales

@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -72,7 +73,7 @@ def copy_jobs(checkpoint: Checkpoint, shard: Shard, pairs: Iterable[tuple[str, S
     def job(file: str, group: list[tuple[str, Stored]]) -> None:
         shard.copy(group, checkpoint.fd(file), meter.add)
 
-    return [lambda file=file, group=group: job(file, group) for file, group in by_file.items()]  # type: ignore[misc]
+    return [partial(job, file, group) for file, group in by_file.items()]
 
 
 def write_side_files(

@@ -119,7 +119,9 @@ def _outputs(checkpoint: Checkpoint, target: Dialect) -> list[Output]:
     for output in outputs:
         clash = taken.setdefault(output.stored.name, output.source.name)
         if clash != output.source.name:
-            raise FormatError("two tensors would get one name", tensor=output.stored.name, got=f"{clash}, {output.source.name}")
+            raise FormatError(
+                "two tensors would get one name", tensor=output.stored.name, got=f"{clash}, {output.source.name}"
+            )
     return outputs
 
 
@@ -169,7 +171,9 @@ def _scalars(checkpoint: Checkpoint, outputs: list[Output]) -> tuple[dict[str, A
             originals[output.stored.name] = np.float32(value.reshape(()))
         elif value.size != 1 and not np.array_equal(back, value):
             raise FormatError(
-                "several scales in one tensor do not all survive a reciprocal", file=output.source.file, tensor=output.source.name
+                "several scales in one tensor do not all survive a reciprocal",
+                file=output.source.file,
+                tensor=output.source.name,
             )
     return numbers, originals
 
@@ -192,7 +196,9 @@ def _metadata(checkpoint: Checkpoint, outputs: list[Output], originals: Mapping[
     files = {o.source.file for o in outputs}
     merged = {k: v for shard in checkpoint.shards if shard.file in files for k, v in shard.metadata.items()}
     merged.pop(PROVENANCE, None)
-    return merged | encode_provenance({o.stored.name: originals[o.stored.name] for o in outputs if o.stored.name in originals})
+    return merged | encode_provenance(
+        {o.stored.name: originals[o.stored.name] for o in outputs if o.stored.name in originals}
+    )
 
 
 def _facts(checkpoint: Checkpoint) -> Facts:
@@ -253,6 +259,6 @@ def _same_bytes(a: Checkpoint, mine: Stored, b: Checkpoint, theirs: Stored) -> b
         pieces = [buffer[: min(CHUNK, mine.nbytes - start)] for buffer in buffers]
         a.read_into(mine, start, pieces[0])
         b.read_into(theirs, start, pieces[1])
-        if not np.array_equal(*pieces):
+        if not np.array_equal(pieces[0], pieces[1]):
             return False
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +89,16 @@ def dequantize_checkpoint(
         }
         if dry_run:
             largest = sorted((byte_count("F32", t.shape) for t in dense.values()), reverse=True)[:threads]
-            return Report("dequantize", (), facts | {"dry_run": True, "shards": len(shards), "peak_bytes": 2 * sum(largest)})
+            return Report(
+                "dequantize", (), facts | {"dry_run": True, "shards": len(shards), "peak_bytes": 2 * sum(largest)}
+            )
         by_output = {t.name: modules[n] for n, t in dense.items()}
         with CheckpointWriter(Path(dst), force) as writer:
             meter = Meter(facts["bytes_in"], progress)
             for shard_name, tensors in zip(shard_names(len(shards)), shards, strict=True):
                 shard = writer.shard(shard_name, tensors, {"format": "pt"})
                 mine = [by_output[t.name] for t in tensors if not t.file]
-                jobs: list[Job] = [lambda m=m: _write(checkpoint, m, shard, name, meter) for m in mine]  # type: ignore[misc]
+                jobs: list[Job] = [partial(_write, checkpoint, module, shard, name, meter) for module in mine]
                 run(jobs + copy_jobs(checkpoint, shard, [(t.name, t) for t in tensors if t.file], meter), threads)
                 shard.finish()
             facts["files"] = write_side_files(writer, checkpoint, None, {})

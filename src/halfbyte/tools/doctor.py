@@ -58,7 +58,19 @@ def _version(name: str) -> str | None:
 
 def _cpu() -> dict[str, Any]:
     """Model name, and those instruction sets that matter for kernels."""
-    wanted = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vbmi", "avx512_vnni", "avx512_bf16", "asimd", "asimddp", "i8mm")
+    wanted = (
+        "avx2",
+        "fma",
+        "f16c",
+        "avx512f",
+        "avx512bw",
+        "avx512vbmi",
+        "avx512_vnni",
+        "avx512_bf16",
+        "asimd",
+        "asimddp",
+        "i8mm",
+    )
     found: dict[str, Any] = {"model": platform.processor() or platform.machine(), "features": []}
     try:
         with open("/proc/cpuinfo") as lines:

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +249,7 @@ class _Plan:
         largest = {self._names(m)["scale2"].name: np.float32(0) for m in mine} if self._may_round else {}
         shard = writer.shard(name, tensors, {"format": "pt"}, encode_provenance(largest))
         copied = [(t.name, t) for t in tensors if t.file]
-        jobs: list[Job] = [lambda m=m: self._quantize(m, shard, names, meter) for m in mine]  # type: ignore[misc]
+        jobs: list[Job] = [partial(self._quantize, module, shard, names, meter) for module in mine]
         run(jobs + copy_jobs(self.checkpoint, shard, copied, meter), threads)
         shard.finish(encode_provenance(self._originals(mine, names)))
 
@@ -279,7 +280,9 @@ class _Plan:
         wanted = [role for role in ("codes", "scales") if stored[role].name in names]
         if wanted:
             try:
-                arrays = dict(zip(("codes", "scales"), quantize_array(dense, self.recipe, scale, self.like), strict=True))
+                arrays = dict(
+                    zip(("codes", "scales"), quantize_array(dense, self.recipe, scale, self.like), strict=True)
+                )
             except HalfbyteError as error:
                 raise self._located(error, module) from None
             for role in wanted:

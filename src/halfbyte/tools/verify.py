@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from halfbyte.dialects import Module
 from halfbyte.findings import Finding, Report, in_order
 from halfbyte.patterns import selected
 from halfbyte.stored import FLOATS, Stored
-from halfbyte.tools.base import CHUNK, Job, Meter, Progress, run, worker_count
+from halfbyte.tools.base import CHUNK, Meter, Progress, run, worker_count
 
 _CAP = 100
 """Findings with a position for each tensor and code, unless all are asked for."""
@@ -60,7 +61,7 @@ def verify(
             if not (include and not selected(include, m.name)) and not selected(exclude, m.name)
         ]
         scan.meter = Meter(sum(t.nbytes for m in modules for t in m.tensors), progress)
-        run([scan.job(module) for module in modules], worker_count(workers))
+        run([partial(scan.read, module) for module in modules], worker_count(workers))
         scan.compare_fused(modules)
         kinds = [m.kind for m in checkpoint.modules if m.kind != "none"]
         facts: dict[str, Any] = {
@@ -83,10 +84,6 @@ class _Scan:
         self.meter = Meter(0, None)
         self._local = threading.local()
 
-    def job(self, module: Module) -> Job:
-        """The job that reads all tensors of one module."""
-        return lambda: self._module(module)
-
     def compare_fused(self, modules: list[Module]) -> None:
         """Report parts with different scale2, and how wrong an engine gets that takes the largest."""
         for parts in fused_parts(modules).values():
@@ -104,7 +101,8 @@ class _Scan:
                     )
                 )
 
-    def _module(self, module: Module) -> None:
+    def read(self, module: Module) -> None:
+        """Read all tensors of one module."""
         for role, tensor in module.roles.items():
             if role in ("scale2", "input_scale", "scale", "k_scale", "v_scale") and tensor.dtype in FLOATS:
                 self._positive(module, role, tensor)
@@ -143,7 +141,9 @@ class _Scan:
         if bad.any():
             code = "HB106" if role in ("scale2", "scale") else "HB113"
             index = [int(i) for i in np.argwhere(bad)[0]] if values.ndim else None
-            self.found.append(Finding(code, tensor.name, index, got=float(values[bad][0]), expected="positive and finite"))
+            self.found.append(
+                Finding(code, tensor.name, index, got=float(values[bad][0]), expected="positive and finite")
+            )
         elif role == "scale2" and values.size == 1:
             value = float(values.reshape(())) if not self.checkpoint.dialect.divides else 1 / float(values.reshape(()))
             self.scale2[module.name] = value
@@ -225,7 +225,9 @@ class _Scan:
                 index = [int(i) for i in np.unravel_index(position, tensor.shape)]
                 self.found.append(Finding(code, tensor.name, index, got=f"byte {byte:02X}", expected="00 to 7E"))
             if counts[code] > len(found):
-                self.found.append(Finding(code, tensor.name, got=f"{counts[code]} blocks in all", hint="--all lists each"))
+                self.found.append(
+                    Finding(code, tensor.name, got=f"{counts[code]} blocks in all", hint="--all lists each")
+                )
         if subnormal:
             share = 100 * subnormal / tensor.nbytes
             self.found.append(Finding("HB117", tensor.name, got=f"{subnormal} blocks ({share:.2g} %)"))
