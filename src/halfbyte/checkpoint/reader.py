@@ -25,7 +25,7 @@ from halfbyte.weight import DenseWeight, Fp8Weight, Weight
 
 INDEX = "model.safetensors.index.json"
 PROVENANCE = "halfbyte.scale2"
-"""Key in a shard's metadata: JSON {tensor name: 8 hex digits, the bits of the f32 whose rounded reciprocal is stored}."""
+"""Key in a shard's metadata: JSON {tensor name: the bits, in hex, of the f32 whose rounded reciprocal is stored}."""
 
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
 _MAX_JSON = 256 << 20
