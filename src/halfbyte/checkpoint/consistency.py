@@ -12,6 +12,8 @@ from halfbyte.dialects.base import kv_format, quant_section, structure
 from halfbyte.findings import Finding
 from halfbyte.patterns import fused_group, module_class
 
+READABLE = "ModelOpt or compressed-tensors"
+
 _SCALE_NAMES = (
     "weight_scale",
     "weight_scale_2",
@@ -26,6 +28,8 @@ _SCALE_NAMES = (
 def header_findings(checkpoint: Checkpoint) -> list[Finding]:
     """All that headers and configs show without reading a weight."""
     found = list(checkpoint.findings)
+    if not checkpoint.dialect.readable:
+        return [*found, Finding("HB134", got=f"{checkpoint.dialect.title}: {checkpoint.evidence}", expected=READABLE)]
     for module in checkpoint.modules:
         found += structure(module)
         if module.kind == "none" and module.name.endswith(tuple(f".{name}" for name in _SCALE_NAMES)):

@@ -107,7 +107,12 @@ class Checkpoint:
         """
         view, position = memoryview(out), tensor.start + start
         while view:
-            count = os.preadv(self.fd(tensor.file), [view], position)
+            try:
+                count = os.preadv(self.fd(tensor.file), [view], position)
+            except OSError as error:
+                raise FormatError(
+                    "cannot read the file", file=tensor.file, tensor=tensor.name, got=error.strerror
+                ) from None
             if count == 0:
                 raise FormatError("the file became shorter while it was read", file=tensor.file, tensor=tensor.name)
             view, position = view[count:], position + count

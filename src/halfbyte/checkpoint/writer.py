@@ -181,7 +181,11 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         check_target(self.target, self.force)
         self._shards: dict[str, Shard] = {}
-        self._work = Path(tempfile.mkdtemp(prefix=f".halfbyte-{self.target.name}-", dir=self.target.absolute().parent))
+        parent = self.target.absolute().parent
+        try:
+            self._work = Path(tempfile.mkdtemp(prefix=f".halfbyte-{self.target.name[:100]}-", dir=parent))
+        except OSError as error:
+            raise TargetError("cannot write into the directory", file=str(parent), got=error.strerror) from None
         self._work.chmod(0o777 & ~_umask())
         return self
 
@@ -191,6 +195,8 @@ class CheckpointWriter:
         for shard in self._shards.values():
             shard.close()
         shutil.rmtree(self._work, ignore_errors=True)
+        if isinstance(error, OSError) and (error.filename is None or str(self._work) in str(error.filename)):
+            raise TargetError("cannot write the target", file=str(self.target), got=error.strerror) from None
 
     def shard(
         self, name: str, tensors: Iterable[Stored], metadata: dict[str, str], largest: dict[str, str] | None = None
@@ -263,7 +269,7 @@ def _set_aside(target: Path) -> Iterator[None]:
     if not target.exists():
         yield
         return
-    aside = Path(tempfile.mkdtemp(prefix=f".halfbyte-{target.name}-old-", dir=target.absolute().parent))
+    aside = Path(tempfile.mkdtemp(prefix=f".halfbyte-{target.name[:100]}-old-", dir=target.absolute().parent))
     target.rename(aside / target.name)
     try:
         yield

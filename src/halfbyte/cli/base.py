@@ -45,7 +45,9 @@ def console(stderr: bool = False) -> Console:
     """A rich console that neither highlights nor interprets what it prints."""
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    # Where there is no terminal there is no width either: a table that is piped must not be folded at 80 columns.
+    width = None if (sys.stderr if stderr else sys.stdout).isatty() else 200
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
 
 
 @contextlib.contextmanager

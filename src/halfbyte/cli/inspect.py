@@ -20,13 +20,23 @@ if TYPE_CHECKING:
 @click.option("--include", multiple=True, metavar="PATTERN", help="List only these modules.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out these modules.")
 @shared_options
+@click.pass_context
 def command(
-    path: str, stats: bool, include: tuple[str, ...], exclude: tuple[str, ...], as_json: bool, quiet: bool
+    ctx: click.Context,
+    path: str,
+    stats: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Show what a checkpoint holds, from its headers alone."""
     from halfbyte.tools.inspect import inspect
 
-    show(inspect(path, stats=stats, include=include, exclude=exclude), as_json, quiet, _render)
+    report = inspect(path, stats=stats, include=include, exclude=exclude)
+    show(report, as_json, quiet, _render)
+    if not report.facts["readable"]:
+        ctx.exit(2)
 
 
 def _render(report: Report, out: Console) -> None:
@@ -49,7 +59,6 @@ def _render(report: Report, out: Console) -> None:
         + ([("parameters", f"{total['parameters']:,} at {bits} bits each")] if bits else []),
     )
     if not facts["readable"]:
-        out.print("\nThis dialect is recognised and not read yet.")
         return
     table = Table(box=None, pad_edge=False, title_justify="left")
     for name in ("modules", "kind", "number", "shape", "bits/param", "bytes", "beside the weight"):
@@ -82,7 +91,8 @@ def _stats_table(rows: list[dict[str, Any]]) -> Any:
 
     table = Table(box=None, pad_edge=False)
     for name in ("module", "scale2", "largest scale", "zero %", "subnormal %", "448 %", "looks like"):
-        table.add_column(name, justify="left" if name in ("module", "looks like") else "right", overflow="fold")
+        left, whole = name in ("module", "looks like"), name == "module"
+        table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=whole)
     for row in rows:
         shares = [f"{100 * row[key]:.3g}" for key in ("zero", "subnormal", "largest")]
         table.add_row(row["name"], f"{row['scale2']:.4g}", f"{row['largest_scale']:g}", *shares, row["recipe"])

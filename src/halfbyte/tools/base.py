@@ -6,7 +6,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,11 +30,17 @@ class Meter:
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.total, self.done = total, 0
-        self._progress, self._lock = progress, threading.Lock()
+        self._progress, self._lock, self._cancelled = progress, threading.Lock(), False
         self.add(0)
+
+    def cancel(self) -> None:
+        """Make every further ``add`` raise, so that jobs on other threads end soon."""
+        self._cancelled = True
 
     def add(self, count: int) -> None:
         """Count bytes that are done."""
+        if self._cancelled:
+            raise CancelledError
         with self._lock:
             self.done += count
             if self._progress is not None:
@@ -49,8 +55,8 @@ def worker_count(workers: int | None) -> int:
     return workers or (len(affinity(0)) if affinity else os.cpu_count() or 1)
 
 
-def run(jobs: Sequence[Job], workers: int) -> None:
-    """Run jobs on threads; the first exception stops those that have not begun, and is raised."""
+def run(jobs: Sequence[Job], workers: int, meter: Meter) -> None:
+    """Run jobs, which count their bytes on ``meter``, on threads; the first exception ends all, and is raised."""
     if workers == 1 or len(jobs) < 2:
         for job in jobs:
             job()
@@ -60,6 +66,9 @@ def run(jobs: Sequence[Job], workers: int) -> None:
         done, _ = wait([pool.submit(job) for job in jobs], return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()
+    except BaseException:
+        meter.cancel()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -6,6 +6,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,8 @@ def convert(
         config = None if same else target.config(_facts(checkpoint))
         with CheckpointWriter(Path(dst), force) as writer:
             meter = Meter(facts["bytes_out"] * (2 if prove else 1), progress)
-            for name, members in shards.items() if not verbatim else ():
+
+            def write(name: str, members: list[Output]) -> None:
                 metadata = _metadata(checkpoint, members, originals)
                 shard = writer.shard(name, [o.stored for o in members], metadata)
                 for output in members:
@@ -96,8 +98,11 @@ def convert(
                         shard.write(output.stored.name, numbers[output.stored.name])
                         meter.add(output.source.nbytes)
                 pairs = [(o.stored.name, o.source) for o in members if o.how == "copy"]
-                run(copy_jobs(checkpoint, shard, pairs, meter), threads)
+                run(copy_jobs(checkpoint, shard, pairs, meter), 1, meter)
                 shard.finish()
+
+            # One shard is copied while another is synced.
+            run([partial(write, *shard) for shard in shards.items()] if not verbatim else [], threads, meter)
             if config is None:
                 facts["files"] = _carry_all(writer, checkpoint, verbatim, meter)
             else:

@@ -99,7 +99,9 @@ def dequantize_checkpoint(
                 shard = writer.shard(shard_name, tensors, {"format": "pt"})
                 mine = [by_output[t.name] for t in tensors if not t.file]
                 jobs: list[Job] = [partial(_write, checkpoint, module, shard, name, meter) for module in mine]
-                run(jobs + copy_jobs(checkpoint, shard, [(t.name, t) for t in tensors if t.file], meter), threads)
+                run(
+                    jobs + copy_jobs(checkpoint, shard, [(t.name, t) for t in tensors if t.file], meter), threads, meter
+                )
                 shard.finish()
             facts["files"] = write_side_files(writer, checkpoint, None, {})
             facts["bytes_on_disk"] = directory_bytes(writer.seal())

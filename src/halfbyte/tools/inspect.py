@@ -67,7 +67,7 @@ def inspect(
         if stats:
             checkpoint.require_readable()
             facts["stats"] = [_stats(checkpoint, m) for m in modules if m.kind == "nvfp4"]
-        findings = header_findings(checkpoint) if readable else checkpoint.findings
+        findings = header_findings(checkpoint)
         return Report("inspect", in_order(findings), facts)
 
 
@@ -145,7 +145,7 @@ def _guess(top: int, empty: Any) -> str:
     if top == 0x7E:
         recipe = "rtn (scale2 = amax / 2688)"
     elif top in (0x78, 0x7C):
-        recipe = "four-over-six (scale2 = amax / 1536)"
+        recipe = "four-over-six (scale2 = amax / 1536), or a shared scale2"
     else:
         recipe = "a scale2 that is shared, searched or a constant"
     makers = {_ZERO_BLOCK.get(int(byte)) for byte in np.unique(empty)} - {None}

@@ -250,7 +250,7 @@ class _Plan:
         shard = writer.shard(name, tensors, {"format": "pt"}, encode_provenance(largest))
         copied = [(t.name, t) for t in tensors if t.file]
         jobs: list[Job] = [partial(self._quantize, module, shard, names, meter) for module in mine]
-        run(jobs + copy_jobs(self.checkpoint, shard, copied, meter), threads)
+        run(jobs + copy_jobs(self.checkpoint, shard, copied, meter), threads, meter)
         shard.finish(encode_provenance(self._originals(mine, names)))
 
     def _originals(self, modules: Sequence[Module], names: set[str]) -> dict[str, np.float32]:

@@ -61,7 +61,7 @@ def verify(
             if not (include and not selected(include, m.name)) and not selected(exclude, m.name)
         ]
         scan.meter = Meter(sum(t.nbytes for m in modules for t in m.tensors), progress)
-        run([partial(scan.read, module) for module in modules], worker_count(workers))
+        run([partial(scan.read, module) for module in modules], worker_count(workers), scan.meter)
         scan.compare_fused(modules)
         kinds = [m.kind for m in checkpoint.modules if m.kind != "none"]
         facts: dict[str, Any] = {

@@ -1,0 +1,341 @@
+"""What can be computed with a weight, and how the way is chosen. The only caller of kernels.
+
+``plan`` shows the choice without running it; ``linear`` makes the same choice and runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from halfbyte.errors import NoKernelError, UsageError
+from halfbyte.kernels import KERNELS, Call, Kernel
+from halfbyte.kernels.base import Library
+from halfbyte.layouts import Layout, Packed, parse
+from halfbyte.numerics import Array, is_torch
+from halfbyte.weight import Weight, float_dtype
+
+__all__ = ["Plan", "linear", "pack", "plan", "unpack"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def pack(weight: Weight, layout: Layout | str = "rows") -> Packed:
+    """The weight in a layout.
+
+    Args:
+        weight: NumPy arrays or torch tensors.
+        layout: a Layout, or its key such as "rows".
+
+    Raises:
+        LayoutError: an unknown layout, or a shape or value that it cannot hold.
+        WeightError: a null weight.
+    """
+    return (parse(layout) if isinstance(layout, str) else layout).pack(weight)
+
+
+def unpack(packed: Packed) -> Weight:
+    """The weight again, bit for bit."""
+    return packed.unpack()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which kernel computes a call, and why; ``str(plan)`` is a small table.
+
+    Args:
+        call: what is computed.
+        kernel: name of the kernel that runs.
+        why: why it and no other.
+        refusals: (kernel, reason) of each that declined.
+        bytes: least bytes that the call moves.
+        flops: floating-point operations.
+        extra_bytes: bytes of the weight that are held a second time.
+        notes: what else costs time or memory.
+    """
+
+    call: Call
+    kernel: str
+    why: str
+    refusals: tuple[tuple[str, str], ...]
+    bytes: int
+    flops: int
+    extra_bytes: int
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        call = self.call
+        *experts, n, k = call.shape
+        shape = "".join(f"E={e} " for e in experts) + f"N={n} K={k} M={call.rows}"
+        lines = [
+            ("op", f"{call.op} {shape}, layout {call.layout.key}"),
+            ("arrays", f"{call.library} on {call.device}, {call.dtype} to {call.out_dtype}"),
+            ("kernel", f"{self.kernel} ({self.why})"),
+            ("bytes", f"{self.bytes:,}"),
+            ("flops", f"{self.flops:,}"),
+            ("extra", f"{self.extra_bytes:,} bytes of the weight held twice"),
+            *((f"not {name}", reason) for name, reason in self.refusals),
+            *(("note", note) for note in self.notes),
+        ]
+        width = max(len(head) for head, _ in lines)
+        return "\n".join(f"{head:<{width}}  {text}" for head, text in lines)
+
+
+def plan(
+    op: str,
+    weight: Packed | Weight,
+    *,
+    rows: int,
+    dtype: Any = "bfloat16",
+    device: Any = "cpu",
+    out_dtype: Any = None,
+    library: Library = "torch",
+) -> Plan:
+    """Which kernel would compute a call, and why; runs nothing.
+
+    Args:
+        op: "linear".
+        weight: what is applied; a Weight is packed as rows. It need not be on ``device`` yet.
+        rows: M, the rows of activations.
+        dtype: of the activations: "float32", "bfloat16", "float16" or a torch dtype.
+        device: such as "cpu" or "cuda:0".
+        out_dtype: of the result; by default ``dtype``.
+        library: "torch" or "numpy".
+
+    Raises:
+        UsageError: an argument that cannot be meant.
+        NoKernelError: nothing accepts this call; the error lists each candidate and why it declined.
+    """
+    packed = _as_packed(weight)
+    if rows < 0:
+        raise UsageError("rows cannot be negative", got=rows)
+    call = Call(
+        op=op,
+        layout=packed.layout,
+        shape=packed.shape,
+        per_row=_per_row(packed),
+        pre_scale="pre_scale" in packed.buffers(),
+        rows=rows,
+        dtype=_checked_dtype(dtype, "dtype"),
+        out_dtype=_checked_dtype(dtype if out_dtype is None else out_dtype, "out_dtype"),
+        device=str(device).split(":")[0],
+        library=library,
+        bias=False,
+    )
+    kernel, why = _choose(call)
+    others = ((k.name, k.refuse(call)) for k in KERNELS if k.op == op and k is not kernel)
+    cost = kernel.cost(call)
+    extra = 0 if isinstance(weight, Packed) else _unshared_bytes(packed, weight)
+    notes = [f"activations that are not contiguous are copied once: {rows * packed.shape[-1]:,} values"]
+    if isinstance(weight, Weight):
+        notes.append("the weight is packed as rows in each call; pack it once")
+    return Plan(
+        call=call,
+        kernel=kernel.name,
+        why=why,
+        refusals=tuple((name, reason) for name, reason in others if reason is not None),
+        bytes=cost.bytes,
+        flops=cost.flops,
+        extra_bytes=extra,
+        notes=tuple(notes),
+    )
+
+
+def linear(x: Array, w: Packed | Weight, bias: Array | None = None, *, out_dtype: Any = None) -> Array:
+    """Apply an NVFP4 weight to activations: ``x @ dequantize(w).T + bias``.
+
+    Args:
+        x: (..., K) float32, bfloat16 or float16; leading axes may be empty or absent.
+        w: (N, K) in a layout that some kernel accepts on x's device; a Weight is packed as rows first.
+        bias: (N,) float32, bfloat16 or float16.
+        out_dtype: of the result; by default x's.
+
+    Returns:
+        (..., N). Products are summed in float32, scale2 multiplies the sum once, the bias is added in
+        float32, and the result is rounded once. In torch it has no gradient: backward through it raises.
+
+    Raises:
+        UsageError: arrays that do not fit the weight or each other.
+        WeightError: a null weight.
+        LayoutError: a Weight that the layout rows cannot hold.
+        NoKernelError: nothing accepts this call; the error lists each candidate and why it declined.
+    """
+    packed = _as_packed(w)
+    buffers = packed.buffers()
+    n, k = packed.shape[-2:]
+    _check_arrays(x, packed, bias)
+    lead = tuple(x.shape[:-1])
+    dtype = _dtype_name(x)
+    call = Call(
+        layout=packed.layout,
+        shape=packed.shape,
+        per_row=_per_row(packed),
+        pre_scale="pre_scale" in buffers,
+        rows=prod(lead),
+        dtype=dtype,
+        out_dtype=dtype if out_dtype is None else _checked_dtype(out_dtype, "out_dtype"),
+        device=x.device.type if is_torch(x) else "cpu",
+        library="torch" if is_torch(x) else "numpy",
+        bias=bias is not None,
+    )
+    kernel, _ = _choose(call)
+
+    def run(x: Array) -> Array:
+        out = _empty((call.rows, n), call.out_dtype, x)
+        if call.rows:
+            kernel.launch(_contiguous(x.reshape(call.rows, k)), buffers, bias, out)
+        return out.reshape(*lead, n)
+
+    if is_torch(x) and _wants_gradient(x, bias):
+        return _without_gradient()(x, run)
+    return run(x)
+
+
+def _choose(call: Call) -> tuple[Kernel, str]:
+    """The first kernel that does not refuse, or the one that HALFBYTE_KERNEL names."""
+    candidates = [kernel for kernel in KERNELS if kernel.op == call.op]
+    if not candidates:
+        raise UsageError("unknown op", got=repr(call.op), expected=" or ".join(sorted({k.op for k in KERNELS})))
+    why = "first in the table that accepts"
+    forced = os.environ.get("HALFBYTE_KERNEL")
+    if forced:
+        why = "forced by HALFBYTE_KERNEL"
+        known = [kernel.name for kernel in candidates]
+        candidates = [kernel for kernel in candidates if kernel.name == forced]
+        if not candidates:
+            raise NoKernelError(
+                f"HALFBYTE_KERNEL names no kernel for {call.op}", got=repr(forced), expected=" or ".join(known)
+            )
+    refusals = []
+    for kernel in candidates:
+        reason = kernel.refuse(call)
+        if reason is None:
+            return kernel, why
+        refusals.append(f"{kernel.name}: {reason}")
+    raise NoKernelError(
+        f"no kernel computes {call.op} with layout {call.layout.key}, shape {call.shape}, M={call.rows}, {call.dtype}, "
+        f"{call.library} on {call.device}{f' ({why})' if forced else ''}: {'; '.join(refusals)}"
+    )
+
+
+def _as_packed(weight: Packed | Weight) -> Packed:
+    if isinstance(weight, Packed):
+        return weight
+    if isinstance(weight, Weight):
+        return pack(weight)
+    raise UsageError("not a weight", got=type(weight).__name__, expected="a Packed or a Weight")
+
+
+def _check_arrays(x: Array, packed: Packed, bias: Array | None) -> None:
+    """UsageError where x, weight and bias are not of one library, one device and fitting shapes."""
+    codes = packed.buffers()["codes"]
+    n, k = packed.shape[-2:]
+    _check_float(x, "x")
+    if len(x.shape) < 1 or x.shape[-1] != k:
+        raise UsageError("the last axis of x is not the weight's K", got=tuple(x.shape), expected=f"(..., {k})")
+    _check_beside(codes, "the weight", x)
+    if bias is not None:
+        _check_float(bias, "bias")
+        _check_beside(bias, "bias", x)
+        if tuple(bias.shape) != (n,):
+            raise UsageError("bias does not fit the weight's N", got=tuple(bias.shape), expected=(n,))
+
+
+def _check_float(a: Array, what: str) -> None:
+    if not (is_torch(a) or isinstance(a, np.ndarray)):
+        raise UsageError(
+            f"{what} is of the wrong type", got=type(a).__name__, expected="a NumPy array or a torch tensor"
+        )
+    name = _dtype_name(a)
+    if name not in DTYPES:
+        raise UsageError(f"{what} is of the wrong dtype", got=name, expected=", ".join(DTYPES), hint="cast it first")
+
+
+def _check_beside(a: Array, what: str, x: Array) -> None:
+    if is_torch(a) != is_torch(x):
+        one, two = ("torch", "numpy") if is_torch(a) else ("numpy", "torch")
+        raise UsageError(
+            f"{what} and x are of two libraries",
+            got=f"{what} in {one}, x in {two}",
+            expected="one library",
+            hint="move the weight once: packed.to(device), or weight.torch() and weight.numpy()",
+        )
+    if is_torch(a) and a.device != x.device:
+        raise UsageError(
+            f"{what} and x are on two devices",
+            got=f"{what} on {a.device}, x on {x.device}",
+            expected="one device",
+            hint=f"move it once: .to({str(x.device)!r})",
+        )
+
+
+def _checked_dtype(dtype: Any, what: str) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UsageError(f"{what} is unknown", got=name, expected=" or ".join(DTYPES))
+    return name
+
+
+def _dtype_name(a: Array) -> str:
+    return str(a.dtype).removeprefix("torch.") if is_torch(a) else str(a.dtype.name)
+
+
+def _per_row(packed: Packed) -> bool:
+    return bool(packed.buffers()["scale2"].shape[-2] != 1)
+
+
+def _contiguous(x: Array) -> Array:
+    return x.contiguous() if is_torch(x) else np.ascontiguousarray(x)
+
+
+def _empty(shape: tuple[int, int], dtype: str, like: Array) -> Array:
+    if not is_torch(like):
+        return np.empty(shape, float_dtype(dtype))
+    import torch
+
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+
+
+def _unshared_bytes(packed: Packed, weight: Weight) -> int:
+    """Bytes of the packed codes and scales that are not the weight's own memory."""
+    total = 0
+    for name in ("codes", "scales"):
+        buffer, own = packed.buffers()[name], getattr(weight, name)
+        if is_torch(buffer):
+            shared = buffer.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        else:
+            shared = np.may_share_memory(buffer, own)
+        total += 0 if shared else prod(buffer.shape)
+    return total
+
+
+def _wants_gradient(x: Array, bias: Array | None) -> bool:
+    import torch
+
+    return torch.is_grad_enabled() and bool(x.requires_grad or (bias is not None and bias.requires_grad))
+
+
+@functools.cache
+def _without_gradient() -> Callable[[Array, Callable[[Array], Array]], Array]:
+    """A torch function that runs forward and raises in backward, instead of cutting the graph in silence."""
+    import torch
+
+    class WithoutGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Array, run: Callable[[Array], Array]) -> Array:
+            return run(x)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Array) -> Any:
+            raise UsageError(
+                "halfbyte.linear has no gradient", hint="run the model under torch.no_grad(), or detach its output"
+            )
+
+    apply: Callable[[Array, Callable[[Array], Array]], Array] = WithoutGradient.apply
+    return apply

@@ -1,0 +1,425 @@
+"""Every kernel of the table is held to the same contract: exact decoding, the derived bound, and refusals in words."""
+
+from __future__ import annotations
+
+import ast
+import threading
+import tracemalloc
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from helpers_run import (
+    DTYPES,
+    assert_within_bound,
+    call_like,
+    moved,
+    places,
+    random_floats,
+    random_weight,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import halfbyte.kernels
+from halfbyte.errors import LayoutError, NoKernelError, UsageError, WeightError
+from halfbyte.kernels import KERNELS, Kernel, reference
+from halfbyte.kernels.base import linear_cost
+from halfbyte.layouts import LAYOUTS, Packed, Rows
+from halfbyte.numerics import BLOCK
+from halfbyte.ops import Plan, linear, pack, plan, unpack
+from halfbyte.weight import Weight, float_dtype, to_numpy
+
+PLACES = list(places())
+everywhere = pytest.mark.parametrize(
+    ("kernel", "library", "device"), [pytest.param(*p, id=f"{p[0].name}-{p[2]}") for p in PLACES]
+)
+SHAPES = [(1, 16), (3, 40), (64, 64), (65, 48), (100, 1000), (130, 31)]
+"""(N, K): below, at and above one tile of rows; K of whole blocks, and K that ends inside one."""
+
+
+@pytest.fixture
+def forced(request, monkeypatch):
+    """Only the kernel under test may run."""
+    kernel: Kernel = request.getfixturevalue("kernel")
+    monkeypatch.setenv("HALFBYTE_KERNEL", kernel.name)
+
+
+@pytest.mark.usefixtures("forced")
+class TestEveryKernel:
+    @everywhere
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("per_row", [False, True])
+    def test_one_hot_activations_give_the_decoded_weight(self, kernel, library, device, dtype, per_row):
+        w = random_weight(70, 88, per_row=per_row)
+        one_hot = moved(np.eye(88, dtype=float_dtype(dtype)), library, device)
+        y = to_numpy(linear(one_hot, moved(w, library, device)))
+        assert np.array_equal(y.T, w.dequantize(dtype))
+
+    @everywhere
+    def test_every_finite_scale_code_and_every_code_decode(self, kernel, library, device):
+        codes = np.tile(np.arange(16, dtype=np.uint8), (127, 1))
+        w = Weight(
+            codes=codes[:, 0::2] | codes[:, 1::2] << 4,
+            scales=np.arange(127, dtype=np.uint8)[:, None],  # 00 and the 126 positive finite ones
+            scale2=1.0,
+        )
+        y = to_numpy(linear(moved(np.eye(BLOCK, dtype=np.float32), library, device), moved(w, library, device)))
+        e4m3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+        assert np.array_equal(y.T, e4m3[:, None] * e2m1)
+
+    @everywhere
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("m", [0, 1, 7])
+    @pytest.mark.parametrize(("n", "k"), SHAPES)
+    def test_random_activations_stay_within_the_bound(self, kernel, library, device, dtype, m, n, k):
+        w, x = random_weight(n, k), random_floats((m, k), dtype)
+        y = linear(moved(x, library, device), moved(w, library, device))
+        assert_within_bound(y, x, w, None, dtype)
+
+    @everywhere
+    @pytest.mark.parametrize("bias_dtype", [None, *DTYPES])
+    @pytest.mark.parametrize("pre_scale", [False, True])
+    @pytest.mark.parametrize("per_row", [False, True])
+    @pytest.mark.parametrize("out_dtype", DTYPES)
+    def test_options_stay_within_the_bound(self, kernel, library, device, bias_dtype, pre_scale, per_row, out_dtype):
+        w = random_weight(33, 72, per_row=per_row, pre_scale=pre_scale)
+        x = random_floats((5, 72), "bfloat16")
+        bias = None if bias_dtype is None else random_floats((33,), bias_dtype)
+        place = library, device
+        y = linear(moved(x, *place), moved(w, *place), moved(bias, *place), out_dtype=out_dtype)
+        assert str(y.dtype).removeprefix("torch.") == out_dtype
+        assert_within_bound(y, x, w, bias, out_dtype)
+
+    @everywhere
+    @settings(max_examples=25, deadline=None)
+    @given(m=st.integers(1, 9), n=st.integers(1, 80), k=st.integers(1, 80), seed=st.integers(0, 2**16))
+    def test_any_shape(self, kernel, library, device, m, n, k, seed):
+        w, x = random_weight(n, k, seed=seed, scales=(0, 127)), random_floats((m, k), "float16", seed)
+        y = linear(moved(x, library, device), moved(w, library, device), out_dtype="float32")
+        assert_within_bound(y, x, w, None, "float32")
+
+    @everywhere
+    @pytest.mark.parametrize("lead", [(), (1,), (2, 3), (0,), (4, 0), (2, 1, 3)])
+    def test_leading_axes_are_kept(self, kernel, library, device, lead):
+        w = random_weight(20, 32)
+        x = random_floats((*lead, 32), "float32")
+        y = to_numpy(linear(moved(x, library, device), moved(w, library, device)))
+        assert y.shape == (*lead, 20)
+        assert_within_bound(y.reshape(-1, 20), x.reshape(-1, 32), w, None, "float32")
+
+    @everywhere
+    def test_activations_may_be_strided(self, kernel, library, device):
+        w = moved(random_weight(20, 32), library, device)
+        x = moved(random_floats((32, 6), "float32"), library, device)
+        assert np.array_equal(
+            to_numpy(linear(x.T, w)), to_numpy(linear(moved(to_numpy(x).T.copy(), library, device), w))
+        )
+        every_other = moved(random_floats((4, 64), "float32"), library, device)[:, ::2]
+        assert_within_bound(linear(every_other, w), to_numpy(every_other), random_weight(20, 32), None, "float32")
+
+    @everywhere
+    def test_a_packed_weight_gives_the_same_as_the_weight(self, kernel, library, device):
+        w, x = moved(random_weight(40, 64), library, device), moved(random_floats((3, 64), "bfloat16"), library, device)
+        assert np.array_equal(to_numpy(linear(x, w)), to_numpy(linear(x, pack(w))))
+
+    @everywhere
+    def test_infinities_and_nan_pass_through(self, kernel, library, device):
+        w = random_weight(20, 32).replace(codes=np.full((20, 16), 0x22, np.uint8))
+        x = np.zeros((3, 32), np.float16)
+        x[0, 5], x[1, 5], x[2] = np.inf, np.nan, 60000
+        y = to_numpy(linear(moved(x, library, device), moved(w, library, device)))
+        assert np.isposinf(y[0]).all()
+        assert np.isnan(y[1]).all()
+        assert np.isposinf(y[2]).all()
+
+    @everywhere
+    def test_the_cost_counts_each_array_once(self, kernel, library, device):
+        packed = pack(random_weight(70, 64, per_row=True, pre_scale=True))
+        call = call_like(
+            shape=(70, 64), per_row=True, pre_scale=True, rows=3, library=library, out_dtype="float32", bias=True
+        )
+        assert kernel.cost(call).bytes == packed.nbytes + 3 * 64 * 2 + 3 * 70 * 4 + 70 * 4
+        assert kernel.cost(call).flops == 2 * 3 * 70 * 64
+
+
+def test_numpy_and_torch_agree_within_the_bound():
+    w, x = random_weight(100, 1000, per_row=True), random_floats((7, 1000), "bfloat16")
+    one = linear(x, w, out_dtype="float32").astype(np.float64)
+    two = to_numpy(linear(moved(x, "torch"), w.torch(), out_dtype="float32")).astype(np.float64)
+    magnitude = np.abs(x.astype(np.float64)) @ np.abs(w.dequantize().astype(np.float64).T)
+    assert np.all(np.abs(one - two) <= 2 * 1001 * 2.0**-24 * magnitude)
+
+
+on_the_cpu = pytest.mark.parametrize("library", ["numpy", "torch"])
+
+
+@on_the_cpu
+@pytest.mark.parametrize("m", [1, 2, 5, 33])
+@pytest.mark.parametrize(("n", "k"), [(200, 48), (257, 576), (130, 1000)])
+def test_results_do_not_depend_on_the_chunks(library, m, n, k, monkeypatch):
+    w, x = moved(random_weight(n, k), library), moved(random_floats((m, k), "float32"), library)
+    whole = to_numpy(linear(x, w))
+    for tiles in (1, 2, 3):
+        monkeypatch.setattr(reference, "SCRATCH_BYTES", tiles * reference.TILE * -(-k // BLOCK) * BLOCK * 8)
+        assert np.array_equal(to_numpy(linear(x, w)), whole)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("m", [1, 2, 5, 33])
+def test_a_feature_does_not_depend_on_its_neighbours(library, m):
+    w, x = random_weight(130, 576), moved(random_floats((m, 576), "float32"), library)
+    order = np.random.default_rng(0).permutation(130)
+    shuffled = w.replace(codes=w.codes[order], scales=w.scales[order])
+    whole = to_numpy(linear(x, moved(w, library)))
+    assert np.array_equal(to_numpy(linear(x, moved(shuffled, library))), whole[:, order])
+    for a, b in ((0, 1), (63, 66), (7, 130)):
+        assert np.array_equal(to_numpy(linear(x, moved(w.rows(a, b), library))), whole[:, a:b])
+
+
+def test_memory_does_not_grow_with_the_weight():
+    w, x = random_weight(30_000, 512), random_floats((1, 512), "float32")
+    linear(x, w)
+    tracemalloc.start()
+    linear(x, w)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    decoded = w.n * w.k * 4
+    assert peak < 2 * reference.SCRATCH_BYTES < decoded / 3
+
+
+@on_the_cpu
+def test_threads_do_not_share_scratch(library):
+    cases = [(random_weight(300, 256, seed=s), random_floats((2, 256), "float32", s)) for s in range(4)]
+    cases = [(moved(w, library), moved(x, library)) for w, x in cases]
+    expected = [to_numpy(linear(x, w)) for w, x in cases]
+    wrong = []
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            if not np.array_equal(to_numpy(linear(cases[i][1], cases[i][0])), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+class TestTorch:
+    def test_autocast_does_not_round_the_products(self):
+        w, x = random_weight(40, 64).torch(), moved(random_floats((3, 64), "float32"), "torch")
+        plain = linear(x, w)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(linear(x, w), plain)
+
+    def test_inference_mode_leaves_nothing_behind(self):
+        w, x = random_weight(40, 64).torch(), moved(random_floats((3, 64), "float32"), "torch")
+        reference._torch_tables.cache_clear()
+        with torch.inference_mode():
+            first = linear(x, w)
+        assert torch.equal(first, linear(x, w))
+
+    def test_backward_raises_instead_of_losing_the_gradient(self):
+        w, x = random_weight(40, 64).torch(), torch.ones(3, 64, requires_grad=True)
+        y = linear(x, w)
+        assert y.requires_grad
+        with pytest.raises(UsageError, match="has no gradient"):
+            y.sum().backward()
+        with torch.no_grad():
+            assert torch.equal(linear(x, w), y.detach())
+
+    @pytest.mark.parametrize("precision", ["high", "medium"])
+    def test_reduced_float32_products_are_refused(self, precision):
+        w, x = random_weight(40, 64).torch(), torch.ones(3, 64)
+        try:
+            torch.set_float32_matmul_precision(precision)
+            with pytest.raises(NoKernelError, match="reference-torch: torch may compute float32 products in"):
+                linear(x, w)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        linear(x, w)
+
+
+class TestErrors:
+    w = random_weight(20, 32)
+    x = np.ones((2, 32), np.float32)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (([1.0], w), "x is of the wrong type: got list, expected a NumPy array or a torch tensor"),
+            (
+                (x.astype(np.float64), w),
+                "x is of the wrong dtype: got float64, expected float32, bfloat16, float16; cast it first",
+            ),
+            ((x[:, :31], w), "the last axis of x is not the weight's K: got (2, 31), expected (..., 32)"),
+            ((x[0, 0], w), "x is of the wrong type: got float32, expected a NumPy array or a torch tensor"),
+            ((x, x), "not a weight: got ndarray, expected a Packed or a Weight"),
+            ((x, w, x[0]), "bias does not fit the weight's N: got (32,), expected (20,)"),
+            (
+                (x, w, np.ones(20, np.int32)),
+                "bias is of the wrong dtype: got int32, expected float32, bfloat16, float16; cast it first",
+            ),
+            (
+                (torch.ones(2, 32), w),
+                "the weight and x are of two libraries: got the weight in numpy, x in torch, expected one library; "
+                "move the weight once: packed.to(device), or weight.torch() and weight.numpy()",
+            ),
+        ],
+    )
+    def test_each_says_what_came_and_what_is_needed(self, arguments, message):
+        with pytest.raises(UsageError) as caught:
+            linear(*arguments)
+        assert str(caught.value) == message
+
+    def test_bias_and_x_of_two_libraries(self):
+        with pytest.raises(UsageError, match="bias and x are of two libraries"):
+            linear(self.x, self.w, torch.ones(20))
+
+    def test_two_devices(self):
+        with pytest.raises(UsageError, match=r"the weight and x are on two devices: got the weight on cpu, x on meta"):
+            linear(torch.ones(2, 32, device="meta"), self.w.torch())
+
+    def test_out_dtype(self):
+        with pytest.raises(UsageError, match="out_dtype is unknown: got int8"):
+            linear(self.x, self.w, out_dtype="int8")
+
+    def test_null_weight(self):
+        with pytest.raises(WeightError, match="null"):
+            linear(self.x, Weight.null((20, 32)))
+
+    def test_nan_scales_cannot_be_packed(self):
+        scales = self.w.scales.copy()
+        scales[3, 1] = 0x7F
+        with pytest.raises(LayoutError, match=r"block scale at \[3, 1\] is NaN"):
+            linear(self.x, self.w.replace(scales=scales))
+
+    def test_experts_are_refused_in_words(self):
+        experts = Weight.stack([self.w, self.w])
+        with pytest.raises(NoKernelError, match=r"reference-numpy: takes one matrix \(N, K\), not expert axes \(2,\)"):
+            linear(self.x, experts)
+
+
+class TestPack:
+    @pytest.mark.parametrize("layout", ["rows", Rows()])
+    def test_the_way_back_is_exact(self, layout):
+        w = random_weight(20, 40, per_row=True, pre_scale=True)
+        packed = pack(w, layout)
+        assert isinstance(packed, Packed)
+        assert unpack(packed).same(w)
+
+    def test_unknown_layout(self):
+        with pytest.raises(LayoutError, match="unknown layout"):
+            pack(random_weight(16, 16), "no_such_layout")
+
+
+class TestPlan:
+    packed = pack(random_weight(576, 1536))
+
+    def test_it_names_the_kernel_and_why_others_declined(self):
+        chosen = plan("linear", self.packed, rows=16)
+        assert isinstance(chosen, Plan)
+        assert chosen.kernel == "reference-torch"
+        assert chosen.refusals == (("reference-numpy", "takes NumPy arrays, not torch tensors"),)
+        assert (chosen.bytes, chosen.flops) == (linear_cost(chosen.call).bytes, 2 * 16 * 576 * 1536)
+        assert chosen.extra_bytes == 0
+        assert plan("linear", self.packed, rows=16, library="numpy").kernel == "reference-numpy"
+
+    def test_it_prints_as_a_table(self):
+        assert str(plan("linear", self.packed, rows=16, out_dtype="float32")).splitlines() == [
+            "op                   linear N=576 K=1536 M=16, layout rows",
+            "arrays               torch on cpu, bfloat16 to float32",
+            "kernel               reference-torch (first in the table that accepts)",
+            "bytes                583,684",
+            "flops                28,311,552",
+            "extra                0 bytes of the weight held twice",
+            "not reference-numpy  takes NumPy arrays, not torch tensors",
+            "note                 activations that are not contiguous are copied once: 24,576 values",
+        ]
+
+    def test_a_weight_is_packed_each_time(self):
+        w = random_weight(64, 64)
+        chosen = plan("linear", w, rows=1)
+        assert chosen.extra_bytes == 0
+        assert any("pack it once" in note for note in chosen.notes)
+        strided = w.replace(codes=np.asfortranarray(w.codes))
+        assert plan("linear", strided, rows=1).extra_bytes == w.codes.size
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"op": "convolve"}, "unknown op: got 'convolve', expected linear"),
+            ({"rows": -1}, "rows cannot be negative: got -1"),
+            ({"dtype": "int8"}, "dtype is unknown: got int8, expected float32 or bfloat16 or float16"),
+        ],
+    )
+    def test_arguments_that_cannot_be_meant(self, changes, message):
+        with pytest.raises(UsageError) as caught:
+            plan(**({"op": "linear", "weight": self.packed, "rows": 1} | changes))
+        assert str(caught.value) == message
+
+    def test_torch_dtypes_and_devices_are_understood(self):
+        call = plan("linear", self.packed, rows=1, dtype=torch.float16, device=torch.device("cpu", 0)).call
+        assert (call.dtype, call.out_dtype, call.device) == ("float16", "float16", "cpu")
+
+    def test_nothing_accepts(self):
+        experts = pack(Weight.stack([random_weight(16, 16)] * 2))
+        with pytest.raises(NoKernelError) as caught:
+            plan("linear", experts, rows=1)
+        assert str(caught.value) == (
+            "no kernel computes linear with layout rows, shape (2, 16, 16), M=1, bfloat16, torch on cpu: "
+            "reference-torch: takes one matrix (N, K), not expert axes (2,); "
+            "reference-numpy: takes NumPy arrays, not torch tensors"
+        )
+
+
+class TestForcedKernel:
+    packed = pack(random_weight(16, 16))
+
+    def test_it_runs(self, monkeypatch):
+        monkeypatch.setenv("HALFBYTE_KERNEL", "reference-numpy")
+        chosen = plan("linear", self.packed, rows=1, library="numpy")
+        assert (chosen.kernel, chosen.why) == ("reference-numpy", "forced by HALFBYTE_KERNEL")
+
+    def test_unknown(self, monkeypatch):
+        monkeypatch.setenv("HALFBYTE_KERNEL", "fastest")
+        with pytest.raises(NoKernelError) as caught:
+            plan("linear", self.packed, rows=1)
+        assert str(caught.value) == (
+            f"HALFBYTE_KERNEL names no kernel for linear: got 'fastest', expected {' or '.join(k.name for k in KERNELS)}"
+        )
+
+    def test_one_that_refuses(self, monkeypatch):
+        monkeypatch.setenv("HALFBYTE_KERNEL", "reference-numpy")
+        with pytest.raises(NoKernelError, match=r"\(forced by HALFBYTE_KERNEL\): reference-numpy: takes NumPy arrays"):
+            linear(torch.ones(1, 16), self.packed.to("cpu"))
+
+
+class TestTable:
+    def test_names_are_unique(self):
+        assert len({kernel.name for kernel in KERNELS}) == len(KERNELS)
+
+    def test_each_module_of_the_folder_is_listed(self):
+        folder = Path(halfbyte.kernels.__file__).parent
+        defined = 0
+        for file in folder.rglob("*.py"):
+            tree = ast.parse(file.read_text())
+            defined += sum(
+                isinstance(node, ast.Assign)
+                and isinstance(node.value, ast.Call)
+                and getattr(node.value.func, "id", "") == "Kernel"
+                for node in tree.body
+            )
+        assert defined == len(KERNELS)
+
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+    def test_a_layout_that_no_kernel_reads_is_refused_by_name(self, layout):
+        for kernel in KERNELS:
+            reason = kernel.refuse(call_like(layout=layout))
+            assert reason is None or reason[0].islower()
