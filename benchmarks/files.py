@@ -123,7 +123,8 @@ def main() -> None:
         copies, conversions, growth = [], [], 0.0
         for _ in range(options.repeat):
             copies.append(copy_seconds(source, folder / "copy"))
-            result = child(f"hb.convert({str(source)!r}, {str(folder / 'ct')!r}, to='compressed-tensors', force=True)")
+            shutil.rmtree(folder / "ct", ignore_errors=True)
+            result = child(f"hb.convert({str(source)!r}, {str(folder / 'ct')!r}, to='compressed-tensors')")
             conversions.append(result["seconds"])
             growth = max(growth, result["growth"])
             copies.append(copy_seconds(source, folder / "copy"))

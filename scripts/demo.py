@@ -173,7 +173,7 @@ def run(folders: Folders, prompt: str, max_new_tokens: int) -> int:
         smollm2.build(folders.dense, progress)
     with steps("quantize to NVFP4") as progress:
         halfbyte.quantize_checkpoint(
-            folders.dense, folders.nvfp4, recipe="rtn", to="modelopt", force=True, progress=progress
+            folders.dense, folders.nvfp4, recipe="rtn", to="modelopt", share_scale2=True, force=True, progress=progress
         )
     with steps("verify") as progress:
         report = halfbyte.verify(folders.nvfp4, progress=progress)

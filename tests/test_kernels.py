@@ -11,15 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers_run import (
-    DTYPES,
-    assert_within_bound,
-    call_like,
-    moved,
-    places,
-    random_floats,
-    random_weight,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +22,15 @@ from halfbyte.layouts import LAYOUTS, Packed, Rows
 from halfbyte.numerics import BLOCK
 from halfbyte.ops import Plan, linear, pack, plan, unpack
 from halfbyte.weight import Weight, float_dtype, to_numpy
+from helpers_run import (
+    DTYPES,
+    assert_within_bound,
+    call_like,
+    moved,
+    places,
+    random_floats,
+    random_weight,
+)
 
 PLACES = list(places())
 everywhere = pytest.mark.parametrize(
@@ -128,7 +128,7 @@ class TestEveryKernel:
 
     @everywhere
     def test_infinities_and_nan_pass_through(self, kernel, library, device):
-        w = random_weight(20, 32).replace(codes=np.full((20, 16), 0x22, np.uint8))
+        w = random_weight(20, 32).replace(codes=np.full((20, 16), 0x22, np.uint8), scale2=1.0)
         x = np.zeros((3, 32), np.float16)
         x[0, 5], x[1, 5], x[2] = np.inf, np.nan, 60000
         y = to_numpy(linear(moved(x, library, device), moved(w, library, device)))
@@ -391,9 +391,8 @@ class TestForcedKernel:
         monkeypatch.setenv("HALFBYTE_KERNEL", "fastest")
         with pytest.raises(NoKernelError) as caught:
             plan("linear", self.packed, rows=1)
-        assert str(caught.value) == (
-            f"HALFBYTE_KERNEL names no kernel for linear: got 'fastest', expected {' or '.join(k.name for k in KERNELS)}"
-        )
+        known = " or ".join(kernel.name for kernel in KERNELS)
+        assert str(caught.value) == f"HALFBYTE_KERNEL names no kernel for linear: got 'fastest', expected {known}"
 
     def test_one_that_refuses(self, monkeypatch):
         monkeypatch.setenv("HALFBYTE_KERNEL", "reference-numpy")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from halfbyte.checkpoint.reader import Checkpoint
-from halfbyte.dialects import DIALECTS, Module
+from halfbyte.dialects import DIALECTS, Facts, Module
 from halfbyte.dialects.base import kv_format, quant_section, structure
 from halfbyte.findings import Finding
 from halfbyte.patterns import fused_group, module_class
@@ -49,6 +49,14 @@ def linear_modules(checkpoint: Checkpoint) -> dict[str, str]:
     """Name -> class of the dense modules that a config may name: those with a weight of two axes."""
     dense = ((m.name, module_class(m.name, len(m.shape))) for m in checkpoint.modules if m.kind == "dense" and m.name)
     return {name: cls for name, cls in dense if cls is not None}
+
+
+def config_facts(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Facts:
+    """What a config has to say of a checkpoint in which ``modules`` are quantized."""
+    dense = {name: cls for name, cls in linear_modules(checkpoint).items() if name not in modules}
+    if checkpoint.config.get("tie_word_embeddings") is True and "lm_head" not in modules:
+        dense["lm_head"] = "Linear"  # not on disk, but engines build it and ask how
+    return Facts(modules, dense, kv_format(checkpoint.headers))
 
 
 def _config_findings(checkpoint: Checkpoint) -> Iterator[Finding]:

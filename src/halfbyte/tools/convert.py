@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from halfbyte.checkpoint.consistency import linear_modules, quantized
+from halfbyte.checkpoint.consistency import config_facts, quantized
 from halfbyte.checkpoint.reader import INDEX, PROVENANCE, Checkpoint, encode_provenance, open_checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, check_target, distribute, parse_size, shard_names
-from halfbyte.dialects import Dialect, Facts, Module, Output, dialect_named
-from halfbyte.dialects.base import kv_format
+from halfbyte.dialects import Dialect, Module, Output, dialect_named
 from halfbyte.errors import FormatError, UsageError
 from halfbyte.findings import Report
 from halfbyte.numerics import reciprocal
@@ -86,7 +85,7 @@ def convert(
         if dry_run:
             return Report("convert", (), facts | {"dry_run": True, "shards": len(shards), "peak_bytes": 64 << 20})
         verbatim = same and limit is None
-        config = None if same else target.config(_facts(checkpoint))
+        config = None if same else target.config(config_facts(checkpoint, {m.name: m for m in quantized(checkpoint)}))
         with CheckpointWriter(Path(dst), force) as writer:
             meter = Meter(facts["bytes_out"] * (2 if prove else 1), progress)
 
@@ -204,10 +203,6 @@ def _metadata(checkpoint: Checkpoint, outputs: list[Output], originals: Mapping[
     return merged | encode_provenance(
         {o.stored.name: originals[o.stored.name] for o in outputs if o.stored.name in originals}
     )
-
-
-def _facts(checkpoint: Checkpoint) -> Facts:
-    return Facts({m.name: m for m in quantized(checkpoint)}, linear_modules(checkpoint), kv_format(checkpoint.headers))
 
 
 def _carry_all(writer: CheckpointWriter, checkpoint: Checkpoint, shards: bool, meter: Meter) -> list[dict[str, str]]:

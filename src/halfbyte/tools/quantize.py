@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from halfbyte.checkpoint.consistency import linear_modules, quantized
+from halfbyte.checkpoint.consistency import config_facts, quantized
 from halfbyte.checkpoint.reader import Checkpoint, encode_provenance, open_checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard, check_target, distribute, parse_size, shard_names
 from halfbyte.dialects import Dialect, Facts, Module, dialect_named
-from halfbyte.dialects.base import kv_format
 from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.findings import Finding, Report
 from halfbyte.numerics import BLOCK, reciprocal
@@ -210,8 +209,7 @@ class _Plan:
     def facts(self, chosen: Mapping[str, Module]) -> Facts:
         """What the config has to say."""
         modules = {name: Module(name, "nvfp4", self._names(m)) for name, m in chosen.items()}
-        dense = {n: cls for n, cls in linear_modules(self.checkpoint).items() if n not in chosen}
-        return Facts(modules, dense, kv_format(self.checkpoint.headers))
+        return config_facts(self.checkpoint, modules)
 
     def findings(self, chosen: Mapping[str, Module]) -> list[Finding]:
         """Parts that engines fuse, quantized with different scale2."""
