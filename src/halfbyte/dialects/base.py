@@ -138,6 +138,8 @@ class Dialect:
     """Whether scale2 and input_scale of NVFP4 weights are stored as divisors."""
     scalar_shape: ClassVar[tuple[int, ...]] = ()
     """The shape in which a per-tensor scale is written."""
+    row_scale_axes: ClassVar[int] = 1
+    """Axes of the per-row scale of an FP8 weight: (N,) or (N, 1)."""
 
     def claims(self, headers: Headers) -> str | None:
         """Why the tensors are of this dialect, or None."""
@@ -172,8 +174,7 @@ class Dialect:
         weight = group.get("weight")
         codes, scales = (group.get(self.suffixes["nvfp4"][role]) for role in ("codes", "scales"))
         if codes is not None and codes.dtype in BYTES:
-            mx = scales is not None and scales.dtype in ("U8", "F8_E8M0")
-            return "mxfp4" if mx else "nvfp4"
+            return "mxfp4" if scales is not None and is_mx(codes, scales) else "nvfp4"
         if weight is None:
             return "none"
         if weight.dtype == "F8_E4M3":
@@ -237,6 +238,8 @@ class Dialect:
             return Output(Stored(name, "U8", shape), source, "copy")
         if role in ("scale2", "input_scale", "scale") and source.dtype in FLOATS:
             shape = self.scalar_shape if prod(source.shape) == 1 else source.shape
+            if role == "scale" and source.shape in ((module.shape[0],), (module.shape[0], 1)):
+                shape = (module.shape[0], 1)[: self.row_scale_axes]
             return Output(Stored(name, "F32", shape), source, "scalar", invert and role != "scale")
         return Output(Stored(name, source.dtype, source.shape), source, "copy")
 
@@ -247,6 +250,12 @@ class Dialect:
     def config(self, facts: Facts) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         """(``quantization_config`` of config.json, further files by name) for what a checkpoint holds."""
         raise UnreadDialectError(f"{self.title} is not written yet", expected="modelopt or compressed-tensors")
+
+
+def is_mx(codes: Stored, scales: Stored) -> bool:
+    """Whether scales are MXFP4's: one E8M0 byte for 32 codes, which are 16 bytes."""
+    fits = bool(codes.shape and scales.shape) and scales.shape[-1] * 16 == codes.shape[-1]
+    return scales.dtype == "F8_E8M0" or (scales.dtype == "U8" and fits)
 
 
 def structure(module: Module) -> list[Finding]:

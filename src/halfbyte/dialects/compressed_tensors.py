@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from halfbyte.dialects.base import Dialect, Facts, Headers, Kind, Layer, Module, quant_section
 from halfbyte.errors import FormatError
-from halfbyte.patterns import matches, selected, spellings
+from halfbyte.patterns import matches, module_class, selected, spellings
 
 _BESIDE = {"bias": "bias", "k_scale": "k_scale", "v_scale": "v_scale"}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -42,6 +42,7 @@ class CompressedTensors(Dialect):
     title: ClassVar[str] = "compressed-tensors"
     divides: ClassVar[bool] = True
     scalar_shape: ClassVar[tuple[int, ...]] = (1,)
+    row_scale_axes: ClassVar[int] = 2
     suffixes: ClassVar[Mapping[Kind, Mapping[str, str]]] = {
         "nvfp4": {
             "codes": "weight_packed",
@@ -103,7 +104,9 @@ class CompressedTensors(Dialect):
         for name, module in facts.quantized.items():
             scheme = _scheme(module)
             groups.setdefault(repr(scheme), (scheme, []))[1].append(name)
-        schemes = [({"targets": sorted(names) if len(groups) > 1 else ["Linear"]} | s) for s, names in groups.values()]
+        linear = all(module_class(name, len(m.shape)) == "Linear" for name, m in facts.quantized.items())
+        simple = len(groups) == 1 and linear
+        schemes = [({"targets": ["Linear"] if simple else sorted(names)} | s) for s, names in groups.values()]
         formats = {s["format"] for s in schemes}
         kv = _FP8 | {"strategy": "tensor", "dynamic": False} if facts.kv else None
         return {

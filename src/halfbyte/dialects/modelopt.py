@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from halfbyte.dialects.base import Dialect, Facts, Headers, Kind, Layer, Module, quant_section
-from halfbyte.patterns import selected, spellings
+from halfbyte.patterns import module_class, selected, spellings
 
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 """Engines accept the file by this name; the version is the one whose layout is written."""
@@ -107,6 +107,8 @@ class ModelOpt(Dialect):
             inner["quantized_layers"] = layers
         else:
             inner |= ({"group_size": 16} if named and "NVFP4" in named else {}) | {"exclude_modules": ignore}
+        if not mixed and any("Embedding" == module_class(n, len(m.shape)) for n, m in facts.quantized.items()):
+            section["nvfp4_embed"] = inner["nvfp4_embed"] = True  # vLLM's key
         return section, {"hf_quant_config.json": {"producer": dict(_PRODUCER), "quantization": inner}}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from halfbyte.dialects.base import Dialect, Headers
+from halfbyte.dialects.base import Dialect, Headers, is_mx
 
 
 class Unread(Dialect):
@@ -75,10 +75,7 @@ def _mxfp4(headers: Headers) -> str | None:
             return f"tensor {tensor.name}"
         for suffix in (".weight_packed", ".weight"):
             scales = headers.tensors.get(f"{tensor.name.removesuffix(suffix)}.weight_scale")
-            if scales is None or not tensor.name.endswith(suffix) or tensor.dtype != "U8":
-                continue
-            # One E8M0 byte for 32 codes, which are 16 bytes.
-            if scales.dtype in ("U8", "F8_E8M0") and scales.shape and scales.shape[-1] * 16 == tensor.shape[-1]:
+            if tensor.name.endswith(suffix) and tensor.dtype == "U8" and scales is not None and is_mx(tensor, scales):
                 return f"tensor {scales.name}"
     return None
 

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from halfbyte.kernels.base import Call, Kernel, linear_cost
 from halfbyte.layouts import Rows
-from halfbyte.numerics import BLOCK, E2M1_PAIRS, E4M3_VALUES, U8, Array, decode_e4m3
+from halfbyte.numerics import BLOCK, E2M1_PAIRS, E4M3_VALUES, F32, U8, Array, decode_e4m3
 
 TILE: Final = 64
 """Output features in the smallest product that is handed to BLAS."""
@@ -45,24 +45,28 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self._memory: U8 = np.empty(0, np.uint8)
+        self.decoders: dict[tuple[int, int], _Decoder] = {}
+        """Those of torch, by (rows, K): making their views again in each call would cost 20 us."""
 
     def take(self, nbytes: int) -> U8:
         """``nbytes`` of memory with unknown content."""
         if self._memory.size < nbytes:
-            self._memory = np.empty(nbytes, np.uint8)
+            self.decoders.clear()
+            self._memory = np.empty(max(nbytes, SCRATCH_BYTES), np.uint8)
         return self._memory[:nbytes]
 
 
 _scratch = _Scratch()
 
 
-def _chunks(n: int, blocks: int, bytes_per_weight: int) -> Iterator[tuple[int, int, int]]:
-    """Ranges of rows ``(start, stop, padded)`` whose decoding fits the scratch; padded is a multiple of TILE."""
-    row_bytes = max(1, blocks * BLOCK * bytes_per_weight)
-    step = max(1, SCRATCH_BYTES // (row_bytes * TILE)) * TILE
-    for start in range(0, n, step):
-        stop = min(start + step, n)
-        yield start, stop, -(-(stop - start) // TILE) * TILE
+def _rows_at_once(blocks: int, bytes_per_weight: int) -> int:
+    """Whole tiles whose decoding fits the scratch."""
+    tile_bytes = max(1, TILE * blocks * BLOCK * bytes_per_weight)
+    return max(1, SCRATCH_BYTES // tile_bytes) * TILE
+
+
+def _whole_tiles(n: int) -> int:
+    return -(-n // TILE) * TILE
 
 
 def _launch_numpy(x: Array, buffers: Mapping[str, Array], bias: Array | None, out: Array) -> None:
@@ -75,16 +79,13 @@ def _launch_numpy(x: Array, buffers: Mapping[str, Array], bias: Array | None, ou
         x = x.astype(np.float32)
         if "pre_scale" in buffers:
             x *= buffers["pre_scale"].astype(np.float32)
-        total = np.empty((-(-n // TILE) * TILE, m), np.float32)
-        for start, stop, padded in _chunks(n, blocks, 4):
-            count = stop - start
-            w = _scratch.take(padded * blocks * BLOCK * 4).view(np.float32).reshape(padded, blocks * BLOCK)
-            w[count:] = 0
-            # mode="clip" only because "raise" would buffer the output
-            np.take(_PAIRS, codes[start:stop], out=w[:count].view(np.int64), mode="clip")
-            w[:count].reshape(count, blocks, BLOCK)[...] *= decode_e4m3(scales[start:stop])[..., None]
+        total = np.empty((_whole_tiles(n), m), np.float32)
+        step = _rows_at_once(blocks, 4)
+        for start in range(0, n, step):
+            rows = slice(start, start + step)
+            w = _decode_numpy(codes[rows], scales[rows])
             product = np.matmul(w.reshape(-1, TILE, blocks * BLOCK)[..., :k], x.T)
-            total[start : start + padded] = product.reshape(padded, m)
+            total[start : start + len(w)] = product.reshape(len(w), m)
         y = total[:n].T
         y *= buffers["scale2"].reshape(-1)
         if bias is not None:
@@ -92,21 +93,77 @@ def _launch_numpy(x: Array, buffers: Mapping[str, Array], bias: Array | None, ou
         out[...] = y
 
 
+def _decode_numpy(codes: U8, scales: U8) -> F32:
+    """(rows, K/2) and (rows, G) u8 to f32, in the scratch: K without scale2, rows filled up to whole tiles with 0."""
+    rows, blocks = scales.shape
+    k, padded = blocks * BLOCK, _whole_tiles(rows)
+    w = _scratch.take(padded * k * 4).view(np.float32).reshape(padded, k)
+    w[rows:] = 0
+    np.take(_PAIRS, codes, out=w[:rows].view(np.int64), mode="clip")  # mode="raise" would buffer the output
+    w[:rows].reshape(rows, blocks, BLOCK)[...] *= decode_e4m3(scales)[..., None]
+    return w
+
+
+class _Decoder:
+    """Decodes some rows in torch, as _decode_numpy does; called with codes and scales, gives (K, rows) f32.
+
+    torch gathers by int64 only, so the indices take as much memory as what is decoded. Through a table that is
+    expanded to one for each row it gathers on all cores: 3x torch.embedding, 10x table[index].
+    """
+
+    def __init__(self, rows: int, k: int, device: Any) -> None:
+        import torch
+
+        blocks = -(-k // BLOCK)
+        row, padded = blocks * BLOCK, _whole_tiles(rows)
+        half = padded * row * 4
+        pairs, values = _torch_tables(device)
+        with torch.inference_mode(False):
+            if device.type == "cpu":
+                memory = torch.from_numpy(_scratch.take(2 * half))
+            else:
+                memory = torch.empty(2 * half, dtype=torch.uint8, device=device)
+            w, index = memory[:half].view(torch.float32).view(padded, row), memory[half:].view(torch.int64)
+            self.pairs, self.values = pairs.expand(rows, -1), values.expand(rows, -1)
+            self.code_index = index[: rows * row // 2].view(rows, row // 2)
+            self.words = w[:rows].view(torch.int64)
+            self.scale_index = index[: rows * blocks].view(rows, blocks)
+            self.scale = index[rows * blocks :].view(torch.float32)[: rows * blocks].view(rows, blocks)
+            self.scale_of_block = self.scale[..., None]
+            self.blocks = w[:rows].view(rows, blocks, BLOCK)
+            self.padding = w[rows:] if padded > rows else None
+            self.decoded = w.T[:k]
+
+    def __call__(self, codes: Array, scales: Array) -> Array:
+        import torch
+
+        self.code_index.copy_(codes)
+        torch.gather(self.pairs, 1, self.code_index, out=self.words)
+        self.scale_index.copy_(scales)
+        torch.gather(self.values, 1, self.scale_index, out=self.scale)
+        self.blocks.mul_(self.scale_of_block)
+        if self.padding is not None:
+            self.padding.zero_()
+        return self.decoded
+
+
 @functools.cache
 def _torch_tables(device: Any) -> tuple[Any, Any]:
-    """The pairs of code values as int64 words (256,), and the E4M3 values (256,) f32, on ``device``."""
+    """The pairs of code values as int64 words (1, 256), and the E4M3 values (1, 256) f32, on ``device``."""
     import torch
 
     with torch.inference_mode(False):
-        return torch.tensor(_PAIRS, device=device), torch.tensor(E4M3_VALUES, device=device)
+        return torch.tensor(_PAIRS[None], device=device), torch.tensor(E4M3_VALUES[None], device=device)
 
 
-def _torch_scratch(nbytes: int, device: Any) -> Any:
-    import torch
-
-    if device.type == "cpu":
-        return torch.from_numpy(_scratch.take(nbytes))
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+def _decoder(rows: int, k: int, device: Any) -> _Decoder:
+    if device.type != "cpu":
+        return _Decoder(rows, k, device)
+    known = _scratch.decoders.get((rows, k))
+    if known is None:
+        known = _Decoder(rows, k, device)
+        _scratch.decoders[rows, k] = known
+    return known
 
 
 def _launch_torch(x: Array, buffers: Mapping[str, Array], bias: Array | None, out: Array) -> None:
@@ -114,34 +171,19 @@ def _launch_torch(x: Array, buffers: Mapping[str, Array], bias: Array | None, ou
 
     m, k = x.shape
     n, blocks = out.shape[1], -(-k // BLOCK)
-    codes = buffers["codes"].view(n, blocks * _CODE_BYTES)
-    scales = buffers["scales"].view(n, blocks)
-    pairs, values = _torch_tables(x.device)
+    codes = buffers["codes"].reshape(n, blocks * _CODE_BYTES)
+    scales = buffers["scales"].reshape(n, blocks)
     x = x.float()
     if "pre_scale" in buffers:
         x = x * buffers["pre_scale"].float()
-    total = torch.empty(m, -(-n // TILE) * TILE, device=x.device, dtype=torch.float32)
-    for start, stop, padded in _chunks(n, blocks, 8):
-        count = stop - start
-        # Half of the scratch for the decoded rows, half for indices: torch gathers by int64 only. Through a table
-        # that is expanded to one for each row, it gathers on all cores: 3x torch.embedding, 10x table[index].
-        memory = _torch_scratch(padded * blocks * BLOCK * 8, x.device)
-        half = padded * blocks * BLOCK * 4
-        w = memory[:half].view(torch.float32).view(padded, blocks * BLOCK)
-        words = memory[half:].view(torch.int64)
-        index = words[: count * blocks * _CODE_BYTES].view(count, -1)
-        index.copy_(codes[start:stop])
-        torch.gather(pairs.expand(count, -1), 1, index, out=w[:count].view(torch.int64))
-        index = words[: count * blocks].view(count, -1)
-        index.copy_(scales[start:stop])
-        scale = words[count * blocks :].view(torch.float32)[: count * blocks].view(count, -1)
-        torch.gather(values.expand(count, -1), 1, index, out=scale)
-        w[:count].view(count, blocks, BLOCK).mul_(scale[..., None])
-        w[count:].zero_()
-        torch.mm(x, w[:, :k].T, out=total[:, start : start + padded])
-    y = total[:, :n].mul_(buffers["scale2"].view(-1))
+    total = torch.empty(m, _whole_tiles(n), device=x.device, dtype=torch.float32)
+    step = _rows_at_once(blocks, 8)
+    for some_codes, some_scales, sums in zip(codes.split(step), scales.split(step), total.split(step, 1), strict=True):
+        torch.mm(x, _decoder(len(some_codes), k, x.device)(some_codes, some_scales), out=sums)
+    y = total[:, :n]
+    y *= buffers["scale2"].reshape(-1)
     if bias is not None:
-        y.add_(bias.float())
+        y += bias.float()
     out.copy_(y)
 
 
