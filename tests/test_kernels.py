@@ -164,7 +164,7 @@ def test_results_do_not_depend_on_the_chunks(library, m, n, k, monkeypatch):
     w, x = moved(random_weight(n, k), library), moved(random_floats((m, k), "float32"), library)
     whole = to_numpy(linear(x, w))
     for tiles in (1, 2, 3):
-        monkeypatch.setattr(reference, "SCRATCH_BYTES", tiles * reference.TILE * -(-k // BLOCK) * BLOCK * 8)
+        monkeypatch.setattr(reference, "SCRATCH_BYTES", tiles * reference.TILE * -(-k // BLOCK) * BLOCK * 7)
         assert np.array_equal(to_numpy(linear(x, w)), whole)
 
 
@@ -217,6 +217,16 @@ class TestTorch:
         plain = linear(x, w)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(linear(x, w), plain)
+
+    def test_buffers_may_start_at_an_odd_byte(self):
+        w, x = random_weight(20, 32).torch(), torch.ones(1, 32)
+        odd = torch.empty(w.codes.numel() + 1, dtype=torch.uint8)[1:].view(w.codes.shape).copy_(w.codes)
+        assert torch.equal(linear(x, w.replace(codes=odd)), linear(x, w))
+
+    def test_no_features(self):
+        w = random_weight(20, 32).rows(0, 0)
+        assert linear(np.ones((3, 32), np.float32), w).shape == (3, 0)
+        assert linear(torch.ones(3, 32), w.torch()).shape == (3, 0)
 
     def test_inference_mode_leaves_nothing_behind(self):
         w, x = random_weight(40, 64).torch(), moved(random_floats((3, 64), "float32"), "torch")

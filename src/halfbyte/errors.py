@@ -133,4 +133,8 @@ class NoKernelError(UnavailableError):
 
 def printable(text: str) -> str:
     """``text`` as one line that a terminal can show: control characters are escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -143,7 +144,17 @@ class Report:
         from halfbyte import __version__
 
         head = {"schema": 1, "tool": "halfbyte", "version": __version__, "command": self.command, "ok": self.ok}
-        return head | {"findings": [f.json() for f in self.findings]} | self.facts
+        document: dict[str, Any] = _finite(head | {"findings": [f.json() for f in self.findings]} | self.facts)
+        return document
+
+
+def _finite(value: Any) -> Any:
+    """NaN and Inf, which JSON does not have, as text."""
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -279,7 +279,6 @@ class _Filler:
         if missing:
             raise UsageError(
                 f"the checkpoint has no data for {len(missing)} tensors of the model",
-                tensor=missing[0],
                 got=_few(missing),
                 hint="build the model from the checkpoint's own config",
             )

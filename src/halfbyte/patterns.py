@@ -51,9 +51,9 @@ def is_router(name: str) -> bool:
     return _ROUTERS.search(name) is not None
 
 
-def spellings(name: str) -> list[str]:
+def spellings(name: str, fused: bool = True) -> list[str]:
     """``name``, the fused name that it is a part of, and both without a leading ``model.`` or the like."""
-    group = fused_group(name)
+    group = fused_group(name) if fused else None
     names = [name, group[0]] if group else [name]
     for prefix in ("model.language_model.", "language_model.model.", "language_model.", "model."):
         names += [n.replace(prefix, other, 1) for n in names if n.startswith(prefix) for other in ("", "model.")]
@@ -75,6 +75,14 @@ def matches(pattern: str, name: str, cls: str | None = None) -> bool:
 
 
 def selected(patterns: Iterable[str], name: str, cls: str | None = None) -> str | None:
-    """The first pattern that selects ``name`` under one of its spellings, or None."""
-    names = spellings(name)
-    return next((p for p in patterns if any(matches(p, n, cls) for n in names)), None)
+    """The first pattern that selects ``name`` under one of its spellings, or None.
+
+    The fused spelling counts only for a pattern that spells it out: ``*up_proj`` does not mean gate_up_proj's gate.
+    """
+    group = fused_group(name)
+    fused = group[0].rpartition(".")[2] if group else None
+    for pattern in patterns:
+        names = spellings(name, fused is not None and fused in pattern)
+        if any(matches(pattern, n, cls) for n in names):
+            return pattern
+    return None

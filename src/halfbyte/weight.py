@@ -54,7 +54,8 @@ class _Immutable:
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        arrays = {name: _frozen(value) for name, value in state.items() if isinstance(value, np.ndarray)}
+        self.__dict__.update(state | arrays)
 
 
 class Weight(_Immutable):
@@ -113,7 +114,7 @@ class Weight(_Immutable):
                 expected=(*experts, n, blocks),
             )
         true_k = row_bytes * 2 if k is None else k
-        if not row_bytes * 2 - BLOCK < true_k <= row_bytes * 2:
+        if not max(row_bytes * 2 - BLOCK, -1) < true_k <= row_bytes * 2:
             raise WeightError("k does not end in the last block", got=true_k, expected=f"about {row_bytes * 2}")
         self._set(
             codes=_frozen(codes),
@@ -249,7 +250,9 @@ class Weight(_Immutable):
                         f"the {name} of part {i} differs from that of part 0",
                         hint=f"decide it first, for example with part.replace({name}=None)",
                     )
-        equal = all(not p.per_row and _equal_or_none(p.scale2, first.scale2) for p in parts)
+        filled = [p for p in parts if p.n]
+        common = filled[0].scale2[..., :1, :] if filled else first.scale2
+        equal = all(bool((p.scale2 == common).all()) for p in filled)
         if not equal and policy == "equal":
             raise WeightError(
                 "the parts have different scale2",
@@ -257,12 +260,13 @@ class Weight(_Immutable):
                 hint='use policy="exact" (per-row scale2) or policy="common" (rounds)',
             )
         if not equal and policy == "common":
-            parts, equal = _to_common_scale2(parts), True
+            parts, common = _to_common_scale2(parts)
+            equal = True
         rows = [p.scale2 if p.per_row else _broadcast(p.scale2, (*p.experts, p.n, 1)) for p in parts]
         return first.replace(
             codes=_concat([p.codes for p in parts], -2),
             scales=_concat([p.scales for p in parts], -2),
-            scale2=parts[0].scale2 if equal else _concat(rows, -2),
+            scale2=common if equal else _concat(rows, -2),
         )
 
     def split(self, sizes: Sequence[int]) -> list[Weight]:
@@ -365,18 +369,23 @@ class Fp8Weight(_Immutable):
         n, k = data.shape
         scale = _as_f32(scale, data)
         if block is not None:
-            needed: tuple[int, ...] = (-(-n // block[0]), -(-k // block[1]))
-            scale = scale.reshape(needed) if prod(scale.shape) == prod(needed) else scale
+            needed = (-(-n // block[0]), -(-k // block[1]))
+        elif tuple(scale.shape) in ((), (1,), (1, 1)):
+            needed = (1, 1)
         else:
-            needed = (1, 1) if prod(scale.shape) == 1 else (n, 1)
-            scale = scale.reshape(needed) if prod(scale.shape) in (1, n) else scale
-        if tuple(scale.shape) != needed:
+            needed = (n, 1)
+        if tuple(scale.shape) != needed and (block is not None or tuple(scale.shape) not in ((), (1,), (n,))):
             raise WeightError("the scale does not fit the data", got=tuple(scale.shape), expected=needed)
+        scale = scale.reshape(needed)
+        if input_scale is not None:
+            input_scale = _as_f32(input_scale, data)
+            if prod(input_scale.shape) != 1:
+                raise WeightError("input_scale does not fit", got=tuple(input_scale.shape), expected=())
         self.__dict__.update(
             data=_frozen(data),
             scale=_frozen(scale),
             block=block,
-            input_scale=None if input_scale is None else _frozen(_as_f32(input_scale, data).reshape(())),
+            input_scale=None if input_scale is None else _frozen(input_scale.reshape(())),
             error=error,
         )
 
@@ -479,7 +488,7 @@ def _normal_scale2(value: Any, experts: tuple[int, ...], n: int, like: Array) ->
     fits = []
     if shape in (experts, (*experts, 1)):
         fits.append(scale2.reshape(per_tensor))
-    if shape == (*experts, n):
+    if shape == (*experts, n) and per_row != per_tensor:
         fits.append(scale2.reshape(per_row))
     elif shape in ((n,), (n, 1)):
         fits.append(_broadcast(scale2.reshape(*ones, n, 1), per_row))
@@ -576,10 +585,10 @@ def to_numpy(a: Array) -> Any:
     return a.numpy()
 
 
-def _to_common_scale2(parts: Sequence[Weight]) -> list[Weight]:
-    """Round the block scales of all parts to the largest scale2; warns with the relative error."""
+def _to_common_scale2(parts: Sequence[Weight]) -> tuple[list[Weight], Array]:
+    """Round the block scales of all parts to the largest scale2, which is also returned; warns with the error."""
     plain = [p.numpy() for p in parts]
-    largest = np.max([p.scale2.max(axis=-2, keepdims=True) for p in plain], axis=0)
+    largest = np.max([p.scale2.max(axis=-2, keepdims=True) for p in plain if p.n], axis=0)
     rounded, wrong, total = [], 0.0, 0.0
     for part in plain:
         scales = encode_e4m3(decode_e4m3(part.scales) * (part.scale2 / largest))
@@ -592,5 +601,7 @@ def _to_common_scale2(parts: Sequence[Weight]) -> list[Weight]:
     warnings.warn(
         f"concat to a common scale2 rounded the block scales: relative error {error:.3g}", LossyWarning, stacklevel=3
     )
-    first = parts[0]
-    return [w.torch(first.codes.device) for w in rounded] if is_torch(first.codes) else rounded
+    like = parts[0].codes
+    if is_torch(like):
+        return [w.torch(like.device) for w in rounded], to_torch(largest, like.device)
+    return rounded, largest

@@ -8,7 +8,8 @@ from typing import Any
 
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.dialects import DIALECTS, Facts, Module
-from halfbyte.dialects.base import kv_format, quant_section, structure
+from halfbyte.dialects.base import kv_format, nested_section, quant_section, structure
+from halfbyte.errors import UsageError
 from halfbyte.findings import Finding
 from halfbyte.patterns import fused_group, module_class
 
@@ -32,11 +33,16 @@ def header_findings(checkpoint: Checkpoint) -> list[Finding]:
         return [*found, Finding("HB134", got=f"{checkpoint.dialect.title}: {checkpoint.evidence}", expected=READABLE)]
     for module in checkpoint.modules:
         found += structure(module)
-        if module.kind == "none" and module.name.endswith(tuple(f".{name}" for name in _SCALE_NAMES)):
+        stem, _, suffix = module.name.rpartition(".")
+        if module.kind == "none" and suffix in _SCALE_NAMES and f"{stem}.weight_packed" not in checkpoint.tensors:
             found.append(
                 Finding("HB121", module.name, hint="a quantized weight of that name is missing, or it is dense")
             )
-    found += _config_findings(checkpoint)
+    try:
+        found += _config_findings(checkpoint)
+    except UsageError as error:
+        error.file = str(checkpoint.path)  # a pattern of the config
+        raise
     return found
 
 
@@ -104,9 +110,8 @@ def _config_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _two_files(checkpoint: Checkpoint) -> Iterator[Finding]:
-    section = quant_section(checkpoint.headers)
-    nested: Any = checkpoint.quant.get("quantization", checkpoint.quant)
-    if not section or not isinstance(nested, dict) or not nested:
+    section, nested = quant_section(checkpoint.headers), nested_section(checkpoint.headers)
+    if not section or not nested:
         return
     pairs = [("quant_algo", "quant_algo"), ("quantized_layers", "quantized_layers"), ("ignore", "exclude_modules")]
     for here, there in pairs:
@@ -121,7 +126,7 @@ def _two_files(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _brief(key: str, value: Any, other: Any) -> str:
     """What of ``value`` is not in ``other``, short enough for one line."""
     if isinstance(value, list | dict) and isinstance(other, list | dict):
-        value = [v for v in value if v not in other]
+        value = [v for v in value if v not in list(other)]
     text = f"{key} = {value}"
     return text if len(text) <= 120 else text[:117] + "..."
 

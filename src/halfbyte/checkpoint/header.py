@@ -85,13 +85,15 @@ def read_header(file: str) -> Header:
 
 
 def _tensor(name: str, entry: Any, file: str, base: int) -> Stored:
+    if not name.isascii() and not _is_text(name):
+        raise FormatError("a name that is not text", file=file, tensor=name)
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise FormatError(
             "the header's entry is incomplete", file=file, tensor=name, expected="dtype, shape, data_offsets"
         ) from None
-    if dtype not in DTYPE_BITS:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise FormatError("unknown dtype", file=file, tensor=name, got=repr(dtype))
     if not isinstance(shape, list) or not all(type(x) is int and 0 <= x < 2**63 for x in [*shape, begin, end]):
         raise FormatError("shape and offsets are not all non-negative integers", file=file, tensor=name)
@@ -107,6 +109,14 @@ def _tensor(name: str, entry: Any, file: str, base: int) -> Stored:
             expected=expected,
         )
     return Stored(name, dtype, tuple(shape), file, base + begin, end - begin)
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
 
 
 def parse_json(text: bytes | str, file: str) -> Any:

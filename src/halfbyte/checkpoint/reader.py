@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from halfbyte.checkpoint.header import Header, parse_json, read_header
+from halfbyte.checkpoint.header import MAX_HEADER, Header, parse_json, read_header
 from halfbyte.dialects import Dialect, Headers, Module, detect
 from halfbyte.dialects.base import BYTES
 from halfbyte.errors import FormatError, MissingExtraError, UnreadDialectError
@@ -305,8 +305,10 @@ def _checked_file(file: Path) -> Path:
     if file.suffix in _PICKLED:
         raise FormatError("not a safetensors file", file=str(file), hint=_UNPICKLE.format(name=file.name))
     with open(file, "rb") as handle:
-        magic = handle.read(4)
-    if magic == b"GGUF" or file.suffix == ".gguf":
+        magic = handle.read(8)
+    if file.suffix == ".safetensors" and int.from_bytes(magic, "little") <= MAX_HEADER:
+        return file
+    if magic[:4] == b"GGUF" or file.suffix == ".gguf":
         raise UnreadDialectError(
             "this is a GGUF file, which is recognised and not read yet",
             file=str(file),

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from halfbyte.errors import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -117,7 +119,7 @@ def pairs(out: Console, rows: list[tuple[str, Any]]) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for label, value in rows:
-        table.add_row(label, str(value))
+        table.add_row(label, printable(str(value)))
     out.print(table)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from halfbyte.cli.base import pairs, shared_options, show, size
+from halfbyte.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +67,7 @@ def _render(report: Report, out: Console) -> None:
             name, justify="right" if name in ("number", "bits/param", "bytes") else "left", overflow="fold"
         )
     for group in facts["groups"]:
-        table.add_row(*(str(cell) for cell in _row(group)))
+        table.add_row(*(printable(str(cell)) for cell in _row(group)))
     for kind, sums in facts["kinds"].items():
         table.add_row(
             f"all {kind}", "", str(sums["modules"]), "", str(sums["bits_per_parameter"]), size(sums["bytes"]), ""
@@ -95,5 +96,7 @@ def _stats_table(rows: list[dict[str, Any]]) -> Any:
         table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=whole)
     for row in rows:
         shares = [f"{100 * row[key]:.3g}" for key in ("zero", "subnormal", "largest")]
-        table.add_row(row["name"], f"{row['scale2']:.4g}", f"{row['largest_scale']:g}", *shares, row["recipe"])
+        table.add_row(
+            printable(row["name"]), f"{row['scale2']:.4g}", f"{row['largest_scale']:g}", *shares, row["recipe"]
+        )
     return table

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from halfbyte.cli.base import pairs, progress, shared_options, show, size, writing_options, wrote
+from halfbyte.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +49,7 @@ def _render(report: Report, out: Console) -> None:
         # Norms and biases are many and never in doubt; matrices left dense are listed by name.
         listed = names if reason not in ("not a matrix", "not a weight") else names[:1]
         for name in listed:
-            out.print(f"left as it is: {name} ({reason})")
+            out.print(printable(f"left as it is: {name} ({reason})"))
         if len(listed) < len(names):
             out.print(f"left as it is: {len(names) - len(listed)} more ({reason}; --json lists them)")
     pairs(

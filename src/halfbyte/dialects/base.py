@@ -161,6 +161,8 @@ class Dialect:
         kind = self.kind_of(group)
         table = self.suffixes.get(kind, {}) if kind != "none" else {}
         roles = {role: group[suffix] for role, suffix in table.items() if suffix in group}
+        if kind == "fp8" and "scale" not in roles and "weight_scale_inv" in group:
+            roles["scale"] = group["weight_scale_inv"]  # block scales as DeepSeek names them; they multiply, too
         rest = [t for t in group.values() if t not in roles.values()]
         if kind in ("dense", "none"):
             if roles:
@@ -256,6 +258,23 @@ def is_mx(codes: Stored, scales: Stored) -> bool:
     """Whether scales are MXFP4's: one E8M0 byte for 32 codes, which are 16 bytes."""
     fits = bool(codes.shape and scales.shape) and scales.shape[-1] * 16 == codes.shape[-1]
     return scales.dtype == "F8_E8M0" or (scales.dtype == "U8" and fits)
+
+
+def swizzled_mark(headers: Headers) -> str | None:
+    """What tells that block scales are swizzled and the high nibble comes first, as ComfyUI stores them, or None."""
+    if "_quantization_metadata" in headers.metadata:
+        return "metadata _quantization_metadata"
+    for tensor in headers.tensors.values():
+        if tensor.name.endswith(".comfy_quant"):
+            return f"tensor {tensor.name}"
+        # Without a marker: scales padded to 128 rows and 4 columns, which is the shape of the swizzled form.
+        scales = headers.tensors.get(f"{tensor.name}_scale")
+        if tensor.name.endswith(".weight") and tensor.dtype == "U8" and len(tensor.shape) == 2 and scales is not None:
+            n, k = tensor.shape[0], tensor.shape[1] * 2
+            padded = (-(-n // 128) * 128, -(-k // 64) * 4)
+            if scales.shape == padded != (n, k // 16):
+                return f"padded block scales {scales.name}"
+    return None
 
 
 def structure(module: Module) -> list[Finding]:
@@ -357,10 +376,29 @@ def quant_section(headers: Headers) -> Mapping[str, Any]:
 
 def kv_format(headers: Headers) -> str | None:
     """The format that a config gives the KV cache: "FP8", "NVFP4", another name, or None."""
-    nested = headers.quant.get("quantization", headers.quant)
     section = quant_section(headers)
-    algo = nested.get("kv_cache_quant_algo") if isinstance(nested, dict) else None
-    scheme = algo or section.get("kv_cache_quant_algo") or section.get("kv_cache_scheme")
+    scheme = (
+        nested_section(headers).get("kv_cache_quant_algo")
+        or section.get("kv_cache_quant_algo")
+        or section.get("kv_cache_scheme")
+    )
     if isinstance(scheme, dict):
-        return {8: "FP8", 4: "NVFP4"}.get(scheme.get("num_bits", 0), "unknown")
+        bits = scheme.get("num_bits")
+        return "FP8" if bits == 8 else "NVFP4" if bits == 4 else "unknown"
     return scheme if isinstance(scheme, str) else None
+
+
+def nested_section(headers: Headers) -> Mapping[str, Any]:
+    """The section of hf_quant_config.json, which is nested in new files and flat in old ones."""
+    nested = headers.quant.get("quantization", headers.quant)
+    return nested if isinstance(nested, dict) else {}
+
+
+def dicts_of(value: Any) -> dict[str, dict[str, Any]]:
+    """The entries of ``value`` that are objects; {} if it is none."""
+    return {k: v for k, v in value.items() if isinstance(v, dict)} if isinstance(value, dict) else {}
+
+
+def strings_of(value: Any) -> list[str]:
+    """The strings of the list ``value``; [] if it is none."""
+    return [v for v in value if isinstance(v, str)] if isinstance(value, list) else []

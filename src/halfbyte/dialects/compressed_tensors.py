@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from halfbyte.dialects.base import Dialect, Facts, Headers, Kind, Layer, Module, quant_section
+from halfbyte.dialects.base import Dialect, Facts, Headers, Kind, Layer, Module, dicts_of, quant_section, strings_of
 from halfbyte.errors import FormatError
-from halfbyte.patterns import matches, module_class, selected, spellings
+from halfbyte.patterns import module_class, selected
 
 _BESIDE = {"bias": "bias", "k_scale": "k_scale", "v_scale": "v_scale"}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -67,25 +67,18 @@ class CompressedTensors(Dialect):
 
     def layers(self, headers: Headers) -> Callable[[str, str], Layer | None] | None:
         section = quant_section(headers)
-        groups = section.get("config_groups")
-        if not isinstance(groups, dict):
+        if not isinstance(section.get("config_groups"), dict):
             return None
-        targets = [
-            (target, group)
-            for group in groups.values()
-            if isinstance(group, dict)
-            for target in group.get("targets") or []
-            if isinstance(target, str)
-        ]
+        groups = dicts_of(section["config_groups"]).values()
+        targets = [(target, group) for group in groups for target in strings_of(group.get("targets"))]
         # compressed-tensors resolves an overlap as exact name, then regexes in alphabetical order, then class.
         targets.sort(key=lambda pair: (pair[0].startswith("re:"), pair[0]))
-        ignore = [p for p in section.get("ignore") or [] if isinstance(p, str)]
+        ignore = strings_of(section.get("ignore"))
 
         def of(name: str, cls: str) -> Layer | None:
             if selected(ignore, name, cls):
                 return None
-            names = spellings(name)
-            by_name = (group for target, group in targets if target != cls and any(matches(target, n) for n in names))
+            by_name = (group for target, group in targets if target != cls and selected([target], name))
             by_class = (group for target, group in targets if target == cls)
             group = next(by_name, None) or next(by_class, None)
             return None if group is None else _layer(group)
@@ -121,7 +114,8 @@ class CompressedTensors(Dialect):
 
 
 def _layer(group: Mapping[str, Any]) -> Layer:
-    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    halves = dicts_of(group)
+    weights, inputs = halves.get("weights", {}), halves.get("input_activations", {})
     bits, kind, size = weights.get("num_bits"), weights.get("type"), weights.get("group_size")
     if kind != "float":
         return Layer(f"{kind}{bits}")

@@ -20,7 +20,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from halfbyte.dialects.base import Dialect, Facts, Headers, Kind, Layer, Module, quant_section
+from halfbyte.dialects.base import (
+    Dialect,
+    Facts,
+    Headers,
+    Kind,
+    Layer,
+    Module,
+    dicts_of,
+    nested_section,
+    quant_section,
+    strings_of,
+    swizzled_mark,
+)
 from halfbyte.patterns import module_class, selected, spellings
 
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
@@ -53,7 +65,7 @@ class ModelOpt(Dialect):
 
     def claims(self, headers: Headers) -> str | None:
         found = next((name for name in headers.tensors if name.endswith(".weight_scale_2")), None)
-        return f"tensor {found}" if found else None
+        return f"tensor {found}" if found and not swizzled_mark(headers) else None
 
     def claims_config(self, headers: Headers) -> bool:
         method = quant_section(headers).get("quant_method")
@@ -61,13 +73,12 @@ class ModelOpt(Dialect):
 
     def layers(self, headers: Headers) -> Callable[[str, str], Layer | None] | None:
         section = quant_section(headers) if self.claims_config(headers) else {}
-        nested = headers.quant.get("quantization", headers.quant)
-        section = section or (nested if isinstance(nested, dict) else {})
+        section = section or nested_section(headers)
         algo = section.get("quant_algo")
         if not isinstance(algo, str):
             return None
         if algo == "MIXED_PRECISION":
-            table = _strings_to_dicts(section.get("quantized_layers"))
+            table = dicts_of(section.get("quantized_layers"))
             return lambda name, cls: next(
                 (_layer(table[n].get("quant_algo")) for n in spellings(name) if n in table), None
             )
@@ -107,27 +118,24 @@ class ModelOpt(Dialect):
             inner["quantized_layers"] = layers
         else:
             inner |= ({"group_size": 16} if named and "NVFP4" in named else {}) | {"exclude_modules": ignore}
-        if not mixed and any("Embedding" == module_class(n, len(m.shape)) for n, m in facts.quantized.items()):
+        if not mixed and any(
+            "Embedding" == module_class(n, len(m.shape)) == "Embedding" for n, m in facts.quantized.items()
+        ):
             section["nvfp4_embed"] = inner["nvfp4_embed"] = True  # vLLM's key
         return section, {"hf_quant_config.json": {"producer": dict(_PRODUCER), "quantization": inner}}
 
 
 def exclusions(section: Mapping[str, Any]) -> list[str]:
     """The patterns of modules that a section leaves unquantized."""
-    listed = section.get("ignore") or section.get("exclude_modules") or []
-    return [p for p in listed if isinstance(p, str)] if isinstance(listed, list) else []
-
-
-def _strings_to_dicts(value: Any) -> dict[str, dict[str, Any]]:
-    return {k: v for k, v in value.items() if isinstance(v, dict)} if isinstance(value, dict) else {}
+    keys = ("ignore", "exclude_modules", "modules_to_not_convert")
+    return [pattern for key in keys for pattern in strings_of(section.get(key))]
 
 
 def _layer(algo: Any) -> Layer:
     algo = str(algo)
-    base = next((kind for prefix, kind in _KINDS.items() if algo.removeprefix("W4A16_").startswith(prefix)), algo)
-    if algo.startswith("W4A8_NVFP4"):
-        base = "nvfp4"
-    return Layer(base, None if base != "nvfp4" else algo.startswith("NVFP4"))
+    weights = algo.removeprefix("W4A16_").removeprefix("W4A8_")
+    kind = next((kind for prefix, kind in _KINDS.items() if weights.startswith(prefix)), algo)
+    return Layer(kind, not algo.startswith("W4A16") if kind == "nvfp4" else None)
 
 
 def _algo(module: Module) -> str:

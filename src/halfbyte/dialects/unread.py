@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from halfbyte.dialects.base import Dialect, Headers, is_mx
+from halfbyte.dialects.base import Dialect, Headers, is_mx, swizzled_mark
 
 
 class Unread(Dialect):
@@ -31,23 +31,6 @@ def _tensor(headers: Headers, *endings: str, dtype: str | None = None) -> str | 
     for tensor in headers.tensors.values():
         if tensor.name.endswith(endings) and dtype in (None, tensor.dtype):
             return f"tensor {tensor.name}"
-    return None
-
-
-def _comfy(headers: Headers) -> str | None:
-    if "_quantization_metadata" in headers.metadata:
-        return "metadata _quantization_metadata"
-    marker = _tensor(headers, ".comfy_quant")
-    if marker:
-        return marker
-    # Without a marker: scales padded to 128 rows and 4 columns, which is the shape of the swizzled form.
-    for tensor in headers.tensors.values():
-        scales = headers.tensors.get(f"{tensor.name}_scale")
-        if tensor.name.endswith(".weight") and tensor.dtype == "U8" and len(tensor.shape) == 2 and scales is not None:
-            n, k = tensor.shape[0], tensor.shape[1] * 2
-            padded = (-(-n // 128) * 128, -(-k // 64) * 4)
-            if scales.shape == padded != (n, k // 16):
-                return f"padded block scales {scales.name}"
     return None
 
 
@@ -80,10 +63,18 @@ def _mxfp4(headers: Headers) -> str | None:
     return None
 
 
+def _block_fp8(headers: Headers) -> str | None:
+    if _tensor(headers, ".weight_scale_2", ".weight_packed", ".weight_global_scale"):
+        return None  # FP8 layers beside NVFP4 ones, which are read
+    return _tensor(headers, ".weight_scale_inv")
+
+
 UNREAD: tuple[Dialect, ...] = (
-    Unread("comfyui", "ComfyUI (comfy-kitchen)", _comfy),
+    Unread("comfyui", "ComfyUI (comfy-kitchen)", swizzled_mark),
     Unread("mlx", "MLX", _mlx),
     Unread("torchao", "torchao", _torchao),
     Unread("fp-quant", "FP-Quant", lambda h: _tensor(h, ".forward_hadamard_matrix", ".dqweight")),
     Unread("mxfp4", "MXFP4", _mxfp4),
+    Unread("fp8-block", "block FP8 (weight_scale_inv)", _block_fp8),
+    Unread("pack-quantized", "compressed-tensors with integers", lambda h: _tensor(h, ".weight_packed", dtype="I32")),
 )

@@ -21,14 +21,21 @@ def parse(key: str) -> Layout:
     Raises:
         LayoutError: an unknown name or field.
     """
-    match = re.fullmatch(r"(\w+)(?:\((.*)\))?", key.strip())
+    match = re.fullmatch(r"(\w+)(?:\((\w+=[^=,()]+(?:,\s*\w+=[^=,()]+)*)\))?", key.strip())
     known = {layout.name: layout for layout in LAYOUTS}
     if match is None or match[1] not in known:
         raise LayoutError("unknown layout", got=repr(key), expected=" or ".join(known))
     layout = known[match[1]]
-    fields = dict(part.split("=", 1) for part in re.split(r",\s*", match[2] or "") if part)
+    fields = dict(part.split("=") for part in re.split(r",\s*", match[2] or "") if part)
     default = {f.name: getattr(layout, f.name) for f in dataclasses.fields(layout)}
     if not set(fields) <= set(default):
         raise LayoutError(f"layout {layout.name} has no such field", got=sorted(fields), expected=sorted(default))
-    changes: dict[str, Any] = {name: type(default[name])(text) for name, text in fields.items()}
-    return dataclasses.replace(layout, **changes)
+    return dataclasses.replace(layout, **{name: _value(text, default[name]) for name, text in fields.items()})
+
+
+def _value(text: str, default: Any) -> Any:
+    """``text`` as a value of the default's type."""
+    try:
+        return {"True": True, "False": False}[text] if isinstance(default, bool) else type(default)(text)
+    except (KeyError, ValueError):
+        raise LayoutError("not a value of that field", got=repr(text), expected=type(default).__name__) from None

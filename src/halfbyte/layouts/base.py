@@ -23,6 +23,10 @@ from halfbyte.weight import Weight, to_numpy, to_torch
 Plane = Literal["codes", "scales"]
 
 
+_AXIS = r"\s*(?:\w+|\(\s*\w+(?:\s+\w+)*\s*\))"
+_STATEMENT = re.compile(rf"{_AXIS}(?:\s+|(?<=\))|(?=\s*\())(?:{_AXIS})\s*->\s*\w+(?:\s+\w+)*\s*")
+
+
 @dataclass(frozen=True)
 class Order:
     """A padding and a digit permutation of a matrix (N, K), written ``"axes -> memory"``.
@@ -42,9 +46,14 @@ class Order:
     def __init__(self, pattern: str, **sizes: int) -> None:
         object.__setattr__(self, "pattern", pattern)
         object.__setattr__(self, "sizes", tuple(sorted(sizes.items())))
+        if not _STATEMENT.fullmatch(pattern):
+            raise LayoutError("not a statement", got=repr(pattern), expected="two axes -> digits in memory order")
         n, k = self.axes
-        if sorted(n + k) != sorted(self.memory) or set(sizes) != set(n[1:] + k[1:]):
+        once = len(set(n + k)) == len(n + k)
+        if not once or sorted(n + k) != sorted(self.memory) or set(sizes) != set(n[1:] + k[1:]):
             raise LayoutError("the statement's digits, memory order and sizes do not agree", got=str(self))
+        if not all(type(size) is int and size > 0 for size in sizes.values()):
+            raise LayoutError("the size of a digit is not a positive integer", got=str(self))
 
     def __str__(self) -> str:
         return f"{self.pattern}  {', '.join(f'{name}={size}' for name, size in self.sizes)}".rstrip()
@@ -115,7 +124,8 @@ def arrange_numpy(order: Order, a: Any) -> Any:
     if padded != shape:
         a = np.pad(a, [(0, 0)] * len(lead) + [(0, padded[0] - shape[0]), (0, padded[1] - shape[1])])
     to_memory, _ = _permutations(order, len(lead))
-    return np.ascontiguousarray(a.reshape(*lead, *order.digits(shape).values()).transpose(to_memory)).reshape(*lead, -1)
+    grid = a.reshape(*lead, *order.digits(shape).values()).transpose(to_memory)
+    return np.ascontiguousarray(grid).reshape(*lead, order.count(shape))
 
 
 def restore_numpy(order: Order, flat: Any, shape: tuple[int, int]) -> Any:
@@ -173,7 +183,7 @@ def arrange_codes(order: Order, codes: Array) -> Array:
     whole = order.whole_bytes()
     if whole is not None:
         return arrange(whole, codes)
-    return _pack(arrange(order, _unpack(codes)))
+    return _pack(arrange(order, _unpack(codes)))  # an odd count leaves the last high nibble 0
 
 
 def restore_codes(order: Order, flat: Array, shape: tuple[int, int]) -> Array:
@@ -182,7 +192,7 @@ def restore_codes(order: Order, flat: Array, shape: tuple[int, int]) -> Array:
     whole = order.whole_bytes()
     if whole is not None:
         return restore(whole, flat, (n, k // 2))
-    return _pack(restore(order, _unpack(flat), shape))
+    return _pack(restore(order, _unpack(flat)[..., : order.count(shape)], shape))
 
 
 def _unpack(packed: Array) -> Array:
@@ -194,7 +204,14 @@ def _unpack(packed: Array) -> Array:
 
 
 def _pack(codes: Array) -> Array:
-    return codes[..., 0::2] | (codes[..., 1::2] << 4) if is_torch(codes) else pack_nibbles(codes)
+    """Nibbles to bytes along the last axis; an odd one gets a zero beside it."""
+    odd = codes.shape[-1] % 2
+    if not is_torch(codes):
+        return pack_nibbles(np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, 1)]) if odd else codes)
+    import torch
+
+    codes = torch.nn.functional.pad(codes, (0, 1)) if odd else codes
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 @dataclass(frozen=True)
@@ -304,15 +321,26 @@ class Packed:
         self.layout = layout
         self.shape = tuple(int(size) for size in shape)
         self._buffers = dict(buffers)
-        blocks = -(-self.shape[-1] // BLOCK)
-        counts = {
-            "codes": -(-layout.codes.count((self.shape[-2], blocks * BLOCK)) // 2),
-            "scales": layout.scales.count((self.shape[-2], blocks)),
+        if len(self.shape) < 2 or min(self.shape) < 0:
+            raise LayoutError("not the shape of a weight", got=self.shape, expected="(*E, N, K)")
+        *experts, n, k = self.shape
+        blocks = -(-k // BLOCK)
+        code_bytes, scale_bytes = -(-layout.codes.count((n, blocks * BLOCK)) // 2), layout.scales.count((n, blocks))
+        per_row = (*experts, n, 1)
+        needed = {
+            "codes": ("uint8", (*experts, code_bytes)),
+            "scales": ("uint8", (*experts, scale_bytes)),
+            "scale2": ("float32", per_row if tuple(buffers["scale2"].shape) == per_row else (*experts, 1, 1)),
+            "input_scale": ("float32", tuple(experts)),
+            "pre_scale": (None, (k,)),
         }
-        for name, count in counts.items():
-            needed = (*self.shape[:-2], count)
-            if tuple(self._buffers[name].shape) != needed:
-                raise LayoutError(f"buffer {name} does not fit", got=tuple(self._buffers[name].shape), expected=needed)
+        for name, buffer in self._buffers.items():
+            dtype, extent = needed[name]
+            got = str(buffer.dtype).removeprefix("torch."), tuple(buffer.shape)
+            if got[1] != extent or dtype not in (None, got[0]):
+                raise LayoutError(
+                    f"buffer {name} does not fit", got=f"{got[0]} {got[1]}", expected=f"{dtype or 'float'} {extent}"
+                )
 
     def __repr__(self) -> str:
         return f"Packed({self.layout.key}, shape={self.shape}, {self.nbytes} bytes)"

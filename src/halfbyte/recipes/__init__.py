@@ -78,11 +78,17 @@ def quantize(
             f"K = {k} is not a multiple of {BLOCK}", got=(n, k), hint="pass pad=True, or leave this layer dense"
         )
     amax = finite_amax(dense)
-    if scale2 is not None and not (np.isfinite(scale2) and scale2 > 0):
-        raise QuantizeError("scale2 must be positive and finite", got=scale2)
-    scale = chosen.tensor_scale(amax, like) if scale2 is None else TensorScale(np.float32(scale2))
+    scale = chosen.tensor_scale(amax, like) if scale2 is None else _given(scale2)
     codes, scales = quantize_array(dense, chosen, scale, like)
     return Weight(codes=codes, scales=scales, scale2=scale.scale2, k=k)
+
+
+def _given(scale2: float) -> TensorScale:
+    with np.errstate(over="ignore", under="ignore"):
+        number = np.float32(scale2)
+    if not (np.isfinite(number) and number > 0):
+        raise QuantizeError("scale2 must be positive and finite", got=scale2)
+    return TensorScale(number, fixed=True)
 
 
 def quantize_array(dense: Any, recipe: Recipe, scale: TensorScale, like: Like) -> tuple[Any, Any]:
@@ -94,5 +100,10 @@ def quantize_array(dense: Any, recipe: Recipe, scale: TensorScale, like: Like) -
         x = dense[rows].astype(np.float32, copy=False)
         if k % BLOCK:
             x = np.pad(x, ((0, 0), (0, blocks * BLOCK - k)))
-        codes[rows], scales[rows] = recipe.encode(x, dense.dtype, scale, like)
+        try:
+            codes[rows], scales[rows] = recipe.encode(x, dense.dtype, scale, like)
+        except QuantizeError as error:
+            if error.index is not None:
+                error.index[0] += rows.start
+            raise
     return codes, scales

@@ -26,10 +26,12 @@ class TensorScale:
         scale2: multiplies.
         divisor: the reciprocal as computed, where a peer computes that first; scale2 is then its
             rounded reciprocal.
+        fixed: the caller chose it, so a block that needs more room is refused and not clipped.
     """
 
     scale2: np.float32
     divisor: np.float32 | None = None
+    fixed: bool = False
 
     @classmethod
     def from_divisor(cls, divisor: np.float32) -> TensorScale:

@@ -33,6 +33,7 @@ from halfbyte.recipes.base import Like, Recipe, TensorScale, block_amax, refuse_
 
 _SMALLEST_SCALE = np.float32(2.0**-9)
 _CT_ZERO_SCALE = 0x20  # 0.125
+_SMALLEST = np.finfo(np.float32).smallest_subnormal
 _TINY = np.finfo(np.float32).tiny
 
 
@@ -53,18 +54,19 @@ class Rtn(Recipe):
         amax = block_amax(x)
         if like == "modelopt":
             wanted = amax / (np.float32(E2M1_MAX) * scale.scale2)
-            refuse_overflow(wanted)
             wanted[wanted == 0] = 1
             scales = encode_e4m3(np.clip(wanted, _SMALLEST_SCALE, np.float32(E4M3_MAX)))
             step = decode_e4m3(scales) * scale.scale2
         else:
-            divisor = np.float32(1) / scale.scale2 if scale.divisor is None else scale.divisor
             sixth = (amax / np.float32(E2M1_MAX)).astype(dtype).astype(np.float32)
-            wanted = divisor * sixth
-            refuse_overflow(wanted)
+            wanted = sixth / scale.scale2 if scale.divisor is None else scale.divisor * sixth
             scales = encode_e4m3(wanted)
             scales[scales == 0] = _CT_ZERO_SCALE
-            step = decode_e4m3(scales) / divisor
+            values = decode_e4m3(scales)
+            step = values * scale.scale2 if scale.divisor is None else values / scale.divisor
+        if scale.fixed:
+            refuse_overflow(wanted)
+        step = np.maximum(step, _SMALLEST)  # a product that underflows must not divide
         quotient = x.reshape(x.shape[0], -1, BLOCK) / step[..., None]
         return pack_nibbles(encode_e2m1(quotient).reshape(x.shape)), scales
 

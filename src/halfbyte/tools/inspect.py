@@ -14,7 +14,7 @@ import numpy as np
 from halfbyte.checkpoint.consistency import header_findings
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
 from halfbyte.dialects import Module
-from halfbyte.dialects.base import kv_format, quant_section
+from halfbyte.dialects.base import kv_format, nested_section, quant_section
 from halfbyte.findings import Report, in_order
 from halfbyte.numerics import E4M3_VALUES
 from halfbyte.patterns import is_router, module_class, selected
@@ -55,7 +55,8 @@ def inspect(
             "files": [{"name": Path(s.file).name, "bytes": os.stat(s.file).st_size} for s in checkpoint.shards],
             "config": {
                 "quant_method": quant_section(checkpoint.headers).get("quant_method"),
-                "quant_algo": quant_section(checkpoint.headers).get("quant_algo"),
+                "quant_algo": quant_section(checkpoint.headers).get("quant_algo")
+                or nested_section(checkpoint.headers).get("quant_algo"),
                 "kv_cache": kv_format(checkpoint.headers),
                 "model_type": checkpoint.config.get("model_type"),
             },

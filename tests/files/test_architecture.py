@@ -1,0 +1,245 @@
+"""The arrows of import, the completeness of the tables, and what a fresh process must not load."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import halfbyte
+from checkpoints import GOLDENS, SOURCE, environment
+
+BASE = ("errors", "findings", "numerics", "stored", "patterns")
+MEANING = (*BASE, "weight")
+FILES = (*MEANING, "recipes", "layouts")
+RUN = (*MEANING, "layouts", "kernels")
+ARROWS: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "findings": ("errors",),
+    "numerics": ("errors",),
+    "stored": ("errors",),
+    "patterns": ("errors",),
+    "weight": BASE,
+    "recipes": MEANING,
+    "layouts": MEANING,
+    "dialects": FILES,
+    "checkpoint": (*FILES, "dialects"),
+    "tools": (*FILES, "dialects", "checkpoint"),
+    "cli": (*FILES, "dialects", "checkpoint", "tools"),
+    "kernels": (*MEANING, "layouts"),
+    "ops": RUN,
+    "nn": (*RUN, "ops"),
+    "hf": (*RUN, "ops", "nn"),
+    "parallel": (*RUN, "ops", "nn"),
+    "timing": BASE,
+}
+"""Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- weight <-
+recipes, layouts <- dialects <- checkpoint <- tools <- cli, and weight <- layouts <- kernels <- ops <- nn."""
+
+CHAIN = {"reader": {"header"}, "writer": {"header", "reader"}, "consistency": {"header", "reader"}}
+"""Inside checkpoint: header <- reader <- writer, consistency."""
+
+MODULES = sorted(SOURCE.rglob("*.py"))
+ids = pytest.mark.parametrize("file", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+
+
+def dotted(file: Path) -> str:
+    """halfbyte.tools.verify for its file, halfbyte.tools for the package's own."""
+    parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {dotted(file): file for file in MODULES}
+
+
+def imported(file: Path) -> set[str]:
+    """The modules of halfbyte that a file imports anywhere, also inside functions and for types."""
+    package = dotted(file).split(".") if file.name == "__init__.py" else dotted(file).split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+            found |= {f"{base}.{a.name}" if f"{base}.{a.name}" in NAMES else base for a in node.names}
+    return {name for name in found if name == "halfbyte" or name.startswith("halfbyte.")}
+
+
+@ids
+def test_arrows(file):
+    name = dotted(file)
+    if name in ("halfbyte", "halfbyte.__main__"):
+        return
+    part = name.split(".")[1]
+    assert part in ARROWS, f"{part} has no place in the arrows: add it to ARROWS and to the architecture page"
+    allowed = {*ARROWS[part], part}
+    wrong = {other for other in imported(file) if other != "halfbyte" and other.split(".")[1] not in allowed}
+    assert not wrong, f"{name} may import {sorted(allowed)}"
+
+
+@ids
+def test_nothing_is_imported_sideways(file):
+    """Inside a folder only its base.py, and by its own __init__ all of it."""
+    name = dotted(file)
+    if file.name in ("__init__.py", "__main__.py") or name.count(".") < 2:
+        return
+    folder, own = name.rsplit(".", 1)
+    siblings = {other for other in imported(file) if other.startswith(f"{folder}.")}
+    if folder == "halfbyte.checkpoint":
+        allowed = {f"{folder}.{sibling}" for sibling in CHAIN.get(own, ())}
+    else:
+        allowed = {f"{folder}.base"} if own != "base" else set()
+    assert siblings <= allowed
+
+
+def test_kernels_see_no_files_and_files_no_kernels():
+    for name, file in NAMES.items():
+        part = f"{name}.".split(".")[1]
+        others = {other.split(".")[1] for other in imported(file) if other.count(".")}
+        if part in ("kernels", "ops"):
+            assert not others & {"checkpoint", "dialects", "tools", "cli", "stored", "findings"}, name
+        if part in ("checkpoint", "dialects", "tools", "recipes", "layouts", "weight"):
+            assert not others & {"kernels", "ops", "nn"}, name
+
+
+@ids
+def test_no_star_imports_and_no_registering_decorators(file):
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert "*" not in [a.name for a in node.names]
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            assert not [
+                d for d in node.decorator_list if "register" in ast.unparse(d) and "torch" not in ast.unparse(d)
+            ]
+
+
+TABLES = {"layouts": "LAYOUTS", "recipes": "RECIPES", "dialects": "DIALECTS", "kernels": "KERNELS"}
+
+
+@pytest.mark.parametrize("folder", TABLES)
+def test_every_module_is_in_its_table(folder):
+    """Read off the source: what the table's lines name, and from which module each name comes."""
+    package = SOURCE / folder / "__init__.py"
+    tree = ast.parse(package.read_text())
+    homes = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                homes[alias.asname or alias.name] = inner if inner in NAMES else node.module
+    (table,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and TABLES[folder]
+        in [ast.unparse(t) for t in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+    )
+    assert isinstance(table, ast.Tuple), "an explicit tuple, so that readers can grep it"
+    reached = {homes[n.id] for n in ast.walk(table) if isinstance(n, ast.Name) and n.id in homes}
+    modules = {name for name, f in NAMES.items() if name.startswith(f"halfbyte.{folder}.") and f.name != "__init__.py"}
+    missing = {name for name in modules if name.rsplit(".", 1)[1] != "base"} - reached
+    assert not missing
+
+
+@pytest.mark.parametrize("folder", ["layouts", "recipes", "dialects"])
+def test_names_in_a_table_are_unique(folder):
+    module = __import__(f"halfbyte.{folder}", fromlist=["x"])
+    names = [entry.name for entry in getattr(module, TABLES[folder])]
+    assert len(names) == len(set(names))
+
+
+# --- the public names
+
+
+def test_all_is_sorted_and_complete():
+    assert halfbyte.__all__ == sorted(set(halfbyte.__all__))
+    assert set(halfbyte.__all__) == {*halfbyte._HOMES, *halfbyte._MODULES, "__version__"}
+    assert dir(halfbyte) == halfbyte.__all__
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    (block,) = (n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    seen = {a.asname or a.name for node in block.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    assert seen - {"Any"} == set(halfbyte.__all__) - {"__version__"}
+
+
+def test_every_name_resolves():
+    """In a process of its own; without torch the run side says what to install."""
+    code = """
+import halfbyte
+for name in halfbyte.__all__:
+    try:
+        getattr(halfbyte, name)
+    except halfbyte.errors.MissingExtraError as error:
+        assert "halfbyte[torch]" in str(error), name
+"""
+    assert python(code) == ""
+
+
+def test_an_unknown_name():
+    with pytest.raises(AttributeError, match="halfbyte"):
+        _ = halfbyte.nothing
+
+
+@pytest.mark.parametrize("name", ["Checkpoint", "Finding", "HalfbyteError", "Report", "Weight", "convert", "verify"])
+def test_names_are_documented(name):
+    assert getattr(halfbyte, name).__doc__
+
+
+# --- what is loaded when
+
+
+def python(code, *args):
+    """Run code in a fresh process; returns its stdout."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+LOADED = "import sys; print(*sorted({m.split('.')[0] for m in sys.modules} & {'numpy','torch','numba','rich','click'}))"
+
+
+def test_import_halfbyte_loads_nothing():
+    assert python(f"import halfbyte; {LOADED}") == "\n"
+
+
+def test_the_file_side_needs_no_torch(tmp_path):
+    """Torch, transformers and numba cannot even be imported here."""
+    code = """
+import sys
+for name in ("torch", "transformers", "numba", "triton", "safetensors"):
+    sys.modules[name] = None
+import halfbyte as hb
+source, out = sys.argv[1:]
+hb.inspect(source, stats=True)
+assert hb.verify(source).ok
+hb.convert(source, out + "/ct", to="compressed-tensors", prove=True)
+hb.convert(out + "/ct", out + "/back", to="modelopt", prove=True)
+hb.dequantize_checkpoint(out + "/back", out + "/dense")
+hb.quantize_checkpoint(out + "/dense", out + "/again", share_scale2=True)
+with hb.open(out + "/again") as checkpoint:
+    for name, weight in checkpoint.weights():
+        assert hb.quantize(weight.dequantize()).shape == weight.shape
+print("done")
+"""
+    assert python(code, GOLDENS["modelopt_llama_nvfp4"], tmp_path) == "done\n"
+
+
+@pytest.mark.parametrize("module", ["weight", "layouts", "recipes", "dialects", "checkpoint.reader", "tools.convert"])
+def test_no_module_of_the_file_side_loads_torch(module):
+    out = python(f"import halfbyte.{module}; {LOADED}")
+    assert not {"torch", "numba", "rich"} & set(out.split())

@@ -1,0 +1,100 @@
+"""Layouts over torch: the contract again, and byte for byte what NumPy gives."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from contract import check_layout
+from halfbyte.errors import LayoutError
+from halfbyte.layouts import LAYOUTS, Packed, Rows
+from halfbyte.layouts.base import arrange, arrange_codes, restore, restore_codes
+from halfbyte.weight import to_torch
+from helpers import assert_same_bytes, modelopt, nibbles, random_weight
+from orders import PLANES, Plane, orders
+
+SHAPES = [
+    ((), 1, 16),
+    ((), 24, 80),
+    ((), 3, 20),
+    ((3,), 5, 32),
+    ((2, 3), 4, 20),
+    ((), 0, 32),
+    ((), 4, 0),
+    ((2,), 0, 16),
+    ((0,), 4, 32),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "per-row, input_scale, pre_scale"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.key)
+def test_contract(layout, shape, full):
+    experts, n, k = shape
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, n, k, experts, per_row=full, input_scale=full, pre_scale=full)
+    check_layout(layout, weight.torch())
+
+
+@pytest.mark.parametrize("name", ["A", "C"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.key)
+def test_as_numpy(layout, name):
+    weight = modelopt(name)
+    numpy, packed = layout.pack(weight), layout.pack(weight.torch())
+    moved = numpy.to("cpu")
+    assert packed.buffers().keys() == numpy.buffers().keys()
+    for key, buffer in numpy.buffers().items():
+        assert_same_bytes(packed.buffers()[key], buffer)
+        assert_same_bytes(moved.buffers()[key], buffer)
+        assert isinstance(moved.buffers()[key], torch.Tensor)
+    assert packed.nbytes == numpy.nbytes
+    assert moved.unpack().same(weight)
+
+
+def test_views_of_tensors():
+    """Parts of a tensor are packed as what they hold, not as what lies under them."""
+    weight = random_weight(np.random.default_rng(0), 9, 64, (2,), per_row=True).torch()
+    for part in (weight.rows(2, 7), weight.columns(16, 48), *weight.unstack()):
+        check_layout(Rows(), part)
+
+
+def test_libraries_are_not_mixed():
+    good = Rows().pack(random_weight(np.random.default_rng(0), 2, 32)).buffers()
+    with pytest.raises(LayoutError):
+        Packed(Rows(), (2, 32), good | {"codes": to_torch(good["codes"].copy())})
+
+
+@pytest.mark.parametrize("plane", PLANES, ids=str)
+def test_golden_bytes(plane: Plane):
+    source, stored = to_torch(plane.source()), to_torch(plane.stored())
+    forwards, back = (arrange_codes, restore_codes) if plane.codes else (arrange, restore)
+    assert_same_bytes(forwards(plane.order, source), stored)
+    shape = (source.shape[0], source.shape[1] * (2 if plane.codes else 1))
+    assert_same_bytes(back(plane.order, stored, shape), source)
+
+
+@given(orders(), st.tuples(st.integers(0, 9), st.integers(0, 9)), st.sampled_from([(), (2,), (2, 3), (0,)]))
+@settings(deadline=None, derandomize=True, max_examples=150)
+def test_any_statement(order, shape, lead):
+    a = 1 + np.arange(int(np.prod((*lead, *shape))), dtype=np.int16).reshape(*lead, *shape)
+    flat = arrange(order, torch.from_numpy(a))
+    assert flat.is_contiguous()
+    if 0 not in lead:
+        assert_same_bytes(flat, arrange(order, a))
+    assert flat.shape == (*lead, order.count(shape))
+    back = restore(order, flat, shape)
+    assert back.is_contiguous()
+    assert_same_bytes(back, a)
+
+
+@given(orders(), st.integers(0, 5), st.integers(0, 3), st.integers(0, 2**32 - 1))
+@settings(deadline=None, derandomize=True, max_examples=150)
+def test_any_statement_of_codes(order, n, blocks, seed):
+    shape = (n, blocks * 16)
+    assume(order.count(shape) % 2 == 0)
+    codes = np.random.default_rng(seed).integers(0, 256, (n, blocks * 8), np.uint8)
+    flat = arrange_codes(order, torch.from_numpy(codes))
+    assert_same_bytes(flat, arrange_codes(order, codes))
+    assert_same_bytes(nibbles(flat), arrange(order, nibbles(codes)))
+    assert_same_bytes(restore_codes(order, flat, shape), codes)
