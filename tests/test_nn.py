@@ -322,6 +322,11 @@ class TestSwapErrors:
             "build the model from the checkpoint's own config"
         )
 
+    def test_fused_experts(self):
+        name = "model.layers.0.mlp.experts.0.up_proj"
+        message = self.failure(lambda e: e.update({name: random_weight(112, 64)}))
+        assert message.endswith("; experts that transformers fuses into one parameter cannot be swapped yet")
+
     @pytest.mark.parametrize("name", ["model.norm", "model.layers.0.mlp", "model.embed_tokens"])
     def test_not_a_linear_layer(self, name):
         message = self.failure(lambda e: e.update({name: random_weight(96, 64)}))

@@ -36,6 +36,7 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB120": ("warning", "tensor beside a quantized weight whose meaning is not known"),
     "HB121": ("error", "scale without a weight"),
     "HB122": ("warning", "stored reciprocal that is not the one its provenance says"),
+    "HB123": ("error", "KV-cache scale that is zero, negative, Inf or NaN"),
     "HB130": ("error", "tensor that the index names and no shard holds"),
     "HB131": ("warning", "tensor that a shard holds and the index does not name"),
     "HB132": ("warning", "shard that the index does not name"),
@@ -48,8 +49,8 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB204": ("warning", "module whose kind in the config is not the kind in the file"),
     "HB205": ("warning", "config.json and hf_quant_config.json disagree"),
     "HB206": ("warning", "config of another dialect than the tensors"),
-    "HB208": ("warning", "input scale of a module whose activations the config does not quantize"),
     "HB207": ("warning", "config that quantizes the KV cache, and no KV scales, or the reverse"),
+    "HB208": ("warning", "input scale of a module whose activations the config does not quantize"),
 }
 """Every code: its severity and what it means."""
 

@@ -191,9 +191,10 @@ def _swap(model: torch.nn.Module, name: str, weight: Weight) -> None:
 def _linear_named(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> torch.nn.Linear:
     module = _submodule(model, name)
     if module is None or module is model:
-        raise UsageError(
-            "the model has no module of this name", tensor=name, hint="build the model from the checkpoint's own config"
-        )
+        hint = "build the model from the checkpoint's own config"
+        if ".experts." in name:
+            hint = "experts that transformers fuses into one parameter cannot be swapped yet"
+        raise UsageError("the model has no module of this name", tensor=name, hint=hint)
     if not isinstance(module, torch.nn.Linear):
         raise UsageError(
             "a quantized weight needs a linear layer",

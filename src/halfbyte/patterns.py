@@ -25,7 +25,8 @@ FUSED: dict[str, tuple[str, ...]] = {
 """Modules that engines run as one, and their parts on disk."""
 
 _PART_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
-_EMBEDDINGS = {"wte", "wpe", "embed", "embed_in", "embed_out_in", "shared"}
+_EMBEDDINGS = {"wte", "wpe", "shared"}
+_HEADS = {"lm_head", "embed_out"}
 _ROUTERS = re.compile(
     r"(^|\.)((mlp|block_sparse_moe|feed_forward|moe|ffn)\.gate|router|routers|shared_expert_gate|wg)$"
 )
@@ -43,7 +44,12 @@ def module_class(name: str, ndim: int) -> str | None:
     last = name.rpartition(".")[2]
     if ndim != 2:
         return None
-    return "Embedding" if "embed" in last or last in _EMBEDDINGS else "Linear"
+    return "Embedding" if ("embed" in last and last not in _HEADS) or last in _EMBEDDINGS else "Linear"
+
+
+def is_head(name: str) -> bool:
+    """Whether ``name`` is the output head of a language model, by its usual names."""
+    return name.rpartition(".")[2] in _HEADS
 
 
 def is_router(name: str) -> bool:

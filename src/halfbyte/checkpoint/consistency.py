@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from halfbyte.checkpoint.reader import Checkpoint
@@ -113,6 +114,10 @@ def _two_files(checkpoint: Checkpoint) -> Iterator[Finding]:
     section, nested = quant_section(checkpoint.headers), nested_section(checkpoint.headers)
     if not section or not nested:
         return
+    kv = [kv_format(replace(checkpoint.headers, **{gone: {}})) for gone in ("quant", "config")]
+    if None not in kv and kv[0] != kv[1]:
+        here, there = f"config.json: KV cache {kv[0]}", f"hf_quant_config.json: KV cache {kv[1]}"
+        yield Finding("HB205", got=here, expected=there)
     pairs = [("quant_algo", "quant_algo"), ("quantized_layers", "quantized_layers"), ("ignore", "exclude_modules")]
     for here, there in pairs:
         a, b = section.get(here), nested.get(there)

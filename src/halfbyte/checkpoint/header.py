@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import FormatError
@@ -46,6 +47,8 @@ def read_header(file: str) -> Header:
     Raises:
         FormatError: a header that lies about the file or about itself, naming the tensor where one is to blame.
     """
+    if not Path(file).is_file():
+        raise FormatError("not a regular file", file=file)
     with open(file, "rb") as handle:
         size = os.fstat(handle.fileno()).st_size
         head = handle.read(8)
@@ -86,7 +89,7 @@ def read_header(file: str) -> Header:
 
 def _tensor(name: str, entry: Any, file: str, base: int) -> Stored:
     if not name.isascii() and not _is_text(name):
-        raise FormatError("a name that is not text", file=file, tensor=name)
+        raise FormatError("a tensor's name is not text", file=file, got=name)
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
@@ -119,14 +122,19 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def parse_json(text: bytes | str, file: str) -> Any:
-    """JSON without the leniencies of Python's: a duplicate key, NaN or bottomless nesting is an error.
+def parse_json(text: bytes | str, file: str, constants: bool = False) -> Any:
+    """JSON without the leniencies of Python's: a duplicate key or bottomless nesting is an error.
+
+    Args:
+        text: the JSON.
+        file: named in errors.
+        constants: accept NaN and Infinity, which transformers writes into some configs.
 
     Raises:
         FormatError: text that is not such JSON.
     """
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=float if constants else _no_constant)
     except _DuplicateKeyError as error:
         raise FormatError("a key appears twice", file=file, tensor=error.args[0]) from None
     except (ValueError, RecursionError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import struct
 import threading
 from collections.abc import Iterator
@@ -29,11 +30,6 @@ PROVENANCE = "halfbyte.scale2"
 
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
 _MAX_JSON = 256 << 20
-_UNPICKLE = (
-    "pickled files can run code and are never opened; convert it where you trust it: python -c "
-    "\"import torch; from safetensors.torch import save_file; save_file(torch.load('{name}', weights_only=True), "
-    "'model.safetensors')\""
-)
 
 
 @dataclass
@@ -79,6 +75,11 @@ class Checkpoint:
         files: dict[str, int] = self.__dict__.get("_files", {})
         while files:
             os.close(files.popitem()[1])
+
+    @property
+    def dialect_name(self) -> str:
+        """The dialect's name; "dense" where neither tensors nor config are of one."""
+        return self.dialect.name if self.evidence else "dense"
 
     @property
     def index(self) -> Path | None:
@@ -248,7 +249,7 @@ def read_json(file: Path) -> dict[str, Any]:
         text = file.read_bytes()
     except FileNotFoundError:
         return {}
-    value = parse_json(text, str(file))
+    value = parse_json(text, str(file), constants=True)
     if not isinstance(value, dict):
         raise FormatError("not a JSON object", file=str(file), got=type(value).__name__)
     return value
@@ -277,7 +278,7 @@ def _from_hub(name: str) -> Path:
 
 
 def _shard_files(root: Path, findings: list[Finding]) -> list[Path]:
-    if root.is_file():
+    if not root.is_dir():
         return [_checked_file(root)]
     index = _index_of(root)
     files = sorted(root.glob("*.safetensors"))
@@ -302,8 +303,10 @@ def _index_of(root: Path) -> Path | None:
 
 
 def _checked_file(file: Path) -> Path:
+    if not file.is_file():
+        raise FormatError("not a regular file", file=str(file))
     if file.suffix in _PICKLED:
-        raise FormatError("not a safetensors file", file=str(file), hint=_UNPICKLE.format(name=file.name))
+        raise FormatError("not a safetensors file", file=str(file), hint=_unpickle(file.name))
     with open(file, "rb") as handle:
         magic = handle.read(8)
     if file.suffix == ".safetensors" and int.from_bytes(magic, "little") <= MAX_HEADER:
@@ -315,8 +318,17 @@ def _checked_file(file: Path) -> Path:
             expected="a safetensors file or a directory of them",
         )
     if magic[:2] == b"PK" or magic[:1] == b"\x80":
-        raise FormatError("not a safetensors file", file=str(file), hint=_UNPICKLE.format(name=file.name))
+        raise FormatError("not a safetensors file", file=str(file), hint=_unpickle(file.name))
     return file
+
+
+def _unpickle(name: str) -> str:
+    code = (
+        "import torch; from safetensors.torch import save_file; "
+        f"save_file(torch.load({name!r}, weights_only=True), 'model.safetensors')"
+    )
+    command = f"python -c {shlex.quote(code)}"
+    return f"pickled files can run code and are never opened; convert it where you trust it: {command}"
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -362,12 +374,18 @@ def _recall(checkpoint: Checkpoint, shard: Header) -> None:
     text = shard.metadata.get(PROVENANCE)
     if text is None:
         return
-    table = parse_json(text, shard.file)
+    try:
+        table = parse_json(text, shard.file)
+    except FormatError:
+        table = None
     if not isinstance(table, dict):
-        raise FormatError(f"the metadata {PROVENANCE} is not a JSON object", file=shard.file)
+        hint = f"the metadata {PROVENANCE} is no table and is ignored: the stored numbers count"
+        checkpoint.findings.append(Finding("HB122", got=text[:40], expected="a JSON object", hint=hint))
+        return
     for name, number in table.items():
         tensor = checkpoint.tensors.get(name)
-        stored = None if tensor is None or tensor.nbytes != 4 else checkpoint.read(tensor).reshape(())
+        one = tensor is not None and tensor.dtype == "F32" and tensor.nbytes == 4
+        stored = checkpoint.read(tensor).reshape(()) if tensor is not None and one else None
         try:
             kept = np.float32(struct.unpack(">f", bytes.fromhex(number))[0])
         except (ValueError, TypeError, struct.error):

@@ -216,14 +216,18 @@ class CheckpointWriter:
         shutil.copyfile(source, to)
         _sync(to)
 
-    def seal(self, index: str = INDEX) -> Path:
-        """Name the finished shards and write the index; returns the directory, which is now a checkpoint."""
+    def seal(self, index: str = "") -> Path:
+        """Name the finished shards and write the index; returns the directory, which is now a checkpoint.
+
+        Args:
+            index: its name; where one is given it is written for a single shard, too.
+        """
         for name, shard in self._shards.items():
             shard.file.rename(self._work / name)
-        if len(self._shards) > 1:
+        if len(self._shards) > 1 or (index and self._shards):
             table = {tensor: name for name, shard in self._shards.items() for tensor in shard.tensors}
             total = sum(t.nbytes for shard in self._shards.values() for t in shard.tensors.values())
-            self.json(index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))})
+            self.json(index or INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))})
         _sync(self._work)
         return self._work
 
@@ -240,8 +244,8 @@ class CheckpointWriter:
             os.fsync(handle.fileno())
 
 
-def check_target(target: Path, force: bool) -> None:
-    """Refuse a target that cannot or may not be written.
+def check_target(target: Path, force: bool, source: Path | None = None) -> None:
+    """Refuse a target that cannot or may not be written, or that holds ``source``.
 
     Raises:
         TargetError: with what to do.
@@ -257,6 +261,8 @@ def check_target(target: Path, force: bool) -> None:
         return
     if not target.is_dir() or target.is_symlink():
         raise TargetError("the target exists and is not a directory", file=str(target), hint="choose another name")
+    if source is not None and target.resolve() in source.resolve().parents:
+        raise TargetError("the target holds the source", file=str(target), hint="choose another name")
     if not force and any(target.iterdir()):
         raise TargetError(
             "the target exists", file=str(target), hint="choose another name, or pass --force to replace it"
@@ -270,11 +276,12 @@ def _set_aside(target: Path) -> Iterator[None]:
         yield
         return
     aside = Path(tempfile.mkdtemp(prefix=f".halfbyte-{target.name[:100]}-old-", dir=target.absolute().parent))
-    target.rename(aside / target.name)
     try:
+        target.rename(aside / target.name)
         yield
     except BaseException:
-        (aside / target.name).rename(target)
+        if (aside / target.name).exists():
+            (aside / target.name).rename(target)
         aside.rmdir()
         raise
     shutil.rmtree(aside, ignore_errors=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 import click
 
 from halfbyte import __version__
-from halfbyte.errors import HalfbyteError, printable
+from halfbyte.errors import HalfbyteError, UsageError
 
 VERBS = ("inspect", "verify", "quantize", "convert", "dequantize", "doctor")
 """In the order of the help text."""
@@ -49,49 +50,72 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status; every failure is one line on stderr (or one JSON object)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, _terminated)
-    as_json = "--json" in arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that the locale cannot spell is no reason to fail
     try:
-        status = cli.main(arguments, prog_name="halfbyte", standalone_mode=False)
-        sys.stdout.flush()
-        code = status if isinstance(status, int) else 0
-    except HalfbyteError as error:
-        code = _fail(error.facts(), str(error), error.exit_code, as_json)
-    except click.ClickException as error:
-        text = printable(error.format_message())
-        usage = f"; see: {error.ctx.command_path} --help" if isinstance(error, click.UsageError) and error.ctx else ""
-        code = _fail({"error": "UsageError", "message": text}, text + usage, 2, as_json)
-    except (KeyboardInterrupt, click.Abort):
-        code = _fail(
-            {"error": "Interrupted", "message": "interrupted"},
-            "interrupted; nothing was written",
-            _INTERRUPTED,
-            as_json,
-        )
+        code = _invoke(arguments)
     except BrokenPipeError:
-        # The reader of stdout has gone; keep the interpreter from complaining about it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()  # its reader has gone, and needs no more
         code = 0
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        text = printable(f"{where}{error.strerror or error}")
-        code = _fail({"error": type(error).__name__, "message": text, "file": error.filename}, text, 2, as_json)
-    except MemoryError:
-        code = _fail({"error": "MemoryError", "message": "out of memory"}, "out of memory; try --workers 1", 2, as_json)
-    except Exception as error:
-        if os.environ.get("HALFBYTE_DEBUG"):
+    except BaseException as error:
+        if not isinstance(error, Exception | KeyboardInterrupt) or os.environ.get("HALFBYTE_DEBUG"):
             raise
-        text = printable(f"internal error: {type(error).__name__}: {error}")
-        code = _fail({"error": "Internal", "message": text}, f"{text}; HALFBYTE_DEBUG=1 shows where", 2, as_json)
+        code = _fail(error, arguments)
     sys.exit(code)
 
 
-def _fail(facts: dict[str, Any], line: str, code: int, as_json: bool) -> int:
-    if as_json:
-        head = {"schema": 1, "tool": "halfbyte", "version": __version__, "ok": False}
-        print(json.dumps(head | {"findings": [], "error": facts}))
-    else:
-        print(f"halfbyte: {line}", file=sys.stderr)
+def _invoke(arguments: list[str]) -> int:
+    try:
+        with cli.make_context("halfbyte", list(arguments)) as context:
+            cli.invoke(context)
+        code = 0
+    except click.exceptions.Exit as done:
+        code = done.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        code = 2
+    if sys.stdout is not None:
+        sys.stdout.flush()
     return code
+
+
+def _fail(error: BaseException, arguments: list[str]) -> int:
+    """Say what went wrong; returns the exit status."""
+    known = _as_error(error)
+    code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else known.exit_code
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        _drop_stdout()  # it may be what is full, and would fail once more at exit
+    elif "--json" in arguments:
+        command = next((a for a in arguments if a in VERBS), None)
+        head = {"schema": 1, "tool": "halfbyte", "version": __version__, "command": command, "ok": False}
+        print(json.dumps(head | {"findings": [], "error": known.facts()}), flush=True)
+        return code
+    print(f"halfbyte: {known}", file=sys.stderr)
+    return code
+
+
+def _as_error(error: BaseException) -> HalfbyteError:
+    """Any exception as one of ours."""
+    if isinstance(error, HalfbyteError):
+        return error
+    if isinstance(error, click.ClickException):
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        path = context.command_path if context else "halfbyte"
+        return UsageError(error.format_message().rstrip("."), hint=f"see: {path} --help")
+    if isinstance(error, KeyboardInterrupt):
+        return HalfbyteError("interrupted; nothing was written")
+    if isinstance(error, MemoryError):
+        return HalfbyteError("out of memory", hint="try --workers 1")
+    if isinstance(error, OSError):
+        return HalfbyteError(error.strerror or str(error), file=str(error.filename) if error.filename else None)
+    return HalfbyteError(f"internal error: {type(error).__name__}: {error}", hint="HALFBYTE_DEBUG=1 shows where")
+
+
+def _drop_stdout() -> None:
+    """Let stdout lead nowhere, so that the interpreter does not fail to flush it at exit."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _terminated(number: int, frame: object) -> None:

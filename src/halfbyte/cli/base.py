@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -47,9 +47,13 @@ def console(stderr: bool = False) -> Console:
     """A rich console that neither highlights nor interprets what it prints."""
     from rich.console import Console
 
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would exit with 1
+
     # Where there is no terminal there is no width either: a table that is piped must not be folded at 80 columns.
-    width = None if (sys.stderr if stderr else sys.stdout).isatty() else 200
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
+    width = None if is_terminal(sys.stderr if stderr else sys.stdout) else 200
+    return Plain(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
 
 
 @contextlib.contextmanager
@@ -57,7 +61,7 @@ def progress(label: str, quiet: bool) -> Iterator[Callable[[int, int], None] | N
     """A progress callback: a bar on a terminal, now and then a line elsewhere."""
     if quiet:
         yield None
-    elif sys.stderr.isatty():
+    elif is_terminal(sys.stderr):
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -83,6 +87,11 @@ def progress(label: str, quiet: bool) -> Iterator[Callable[[int, int], None] | N
         yield line
 
 
+def is_terminal(stream: IO[str] | None) -> bool:
+    """Whether a stream is there and is a terminal; a closed one is None."""
+    return stream is not None and stream.isatty()
+
+
 def size(count: float) -> str:
     """Bytes for people: 1.5 GB."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -104,7 +113,8 @@ def show(report: Report, as_json: bool, quiet: bool, render: Callable[[Report, C
 
 def show_findings(report: Report) -> None:
     """One line for each finding, on stderr."""
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     colours = {"error": "bold red", "warning": "yellow", "note": "dim"}
     out = console(stderr=True)
     for finding in report.findings:

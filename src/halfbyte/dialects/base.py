@@ -72,7 +72,7 @@ class Module:
         main = self.main
         if main is None:
             return ()
-        packed = self.kind in ("nvfp4", "mxfp4") and main.dtype != "F4"
+        packed = self.kind in ("nvfp4", "mxfp4") and main.dtype != "F4" and main.shape
         return (*main.shape[:-1], main.shape[-1] * 2) if packed else main.shape
 
     @property
@@ -194,9 +194,7 @@ class Dialect:
         Raises:
             FormatError: tensors that do not form a weight, or companions that must not be ignored.
         """
-        problem = next((f for f in structure(module) if f.severity == "error"), None)
-        if problem is not None:
-            raise problem.error(module.main.file if module.main else None)
+        refuse_broken(module)
         get = {role: read(stored) for role, stored in module.roles.items()}
         if module.kind == "nvfp4":
             refuse_companions(module, {"lora_a", "lora_b"}, "cannot be read as a plain weight")
@@ -208,8 +206,10 @@ class Dialect:
             return Weight(codes=get["codes"], scales=get["scales"], pre_scale=get.get("pre_scale"), **scalars)
         if module.kind == "fp8":
             refuse_companions(module, set(), "cannot be read as a plain weight")
-            scale = get["scale"].astype(np.float32)
-            return Fp8Weight(data=get["data"], scale=scale, block=fp8_block(module), input_scale=get.get("input_scale"))
+            scale, block = get["scale"].astype(np.float32), fp8_block(module)
+            if block is not None:
+                scale = scale.reshape(_fp8_scales(*module.shape)[5])
+            return Fp8Weight(data=get["data"], scale=scale, block=block, input_scale=get.get("input_scale"))
         return DenseWeight(get["data"])
 
     def meaning(self, module: Module, role: str, value: Any, original: Callable[[Stored], np.float32 | None]) -> Any:
@@ -289,9 +289,10 @@ def structure(module: Module) -> list[Finding]:
             found.append(Finding("HB101", main.name, expected=f"{module.name}.weight_scale"))
         elif scale.dtype not in FLOATS:
             found.append(Finding("HB114", scale.name, got=str(scale), expected="F32"))
-        elif len(main.shape) == 2 and not _fp8_scale_fits(main.shape, scale.shape):
-            n, k = main.shape
-            need = f"[], [1], [{n}], [{n}, 1] or [{-(-n // 128)}, {-(-k // 128)}]"
+        elif len(main.shape) != 2:
+            found.append(Finding("HB114", main.name, got=str(main), expected="FP8 with two axes"))
+        elif scale.shape not in (allowed := _fp8_scales(*main.shape)):
+            need = " or ".join(str(list(shape)) for shape in allowed)
             found.append(Finding("HB109", scale.name, got=list(scale.shape), expected=need))
     found += [
         Finding("HB120", t.name, got=str(t), hint="convert to its own dialect carries it; another dialect refuses it")
@@ -305,6 +306,8 @@ def _nvfp4_structure(module: Module, codes: Stored) -> list[Finding]:
     scales, scale2 = module.roles.get("scales"), module.roles.get("scale2")
     if scales is None:
         return [Finding("HB101", codes.name, got=str(codes), expected=f"{module.name}.weight_scale")]
+    if len(module.shape) < 2:
+        return [Finding("HB102", codes.name, got=str(codes), expected="codes with two axes")]
     *experts, n, k = module.shape
     if k % BLOCK:
         found.append(Finding("HB102", codes.name, got=f"K = {k}", expected=f"a multiple of {BLOCK}"))
@@ -335,16 +338,27 @@ def _nvfp4_structure(module: Module, codes: Stored) -> list[Finding]:
     return found
 
 
-def _fp8_scale_fits(shape: tuple[int, ...], scale: tuple[int, ...]) -> bool:
-    n, k = shape
-    return prod(scale) in (1, n) or prod(scale) == -(-n // 128) * -(-k // 128)
+def _fp8_scales(n: int, k: int) -> list[tuple[int, ...]]:
+    """The shapes that a scale of an (n, k) FP8 weight can have: per tensor, per row, per block of 128x128."""
+    blocks = (-(-n // 128), -(-k // 128))
+    return [(), (1,), (1, 1), (n,), (n, 1), blocks, (blocks[0], 1, blocks[1], 1)]
 
 
 def fp8_block(module: Module) -> tuple[int, int] | None:
     """(128, 128) for an FP8 module with block scales, else None."""
-    n, _ = module.shape
-    scales = module.roles["scale"].shape
-    return None if prod(scales) == 1 or (prod(scales) == n and len(scales) < 2) or scales == (n, 1) else (128, 128)
+    shapes = _fp8_scales(*module.shape)
+    return (128, 128) if module.roles["scale"].shape not in shapes[:5] else None
+
+
+def refuse_broken(module: Module) -> None:
+    """Refuse a module whose headers show that it is not sound.
+
+    Raises:
+        FormatError: with the first error that ``structure`` finds.
+    """
+    problem = next((f for f in structure(module) if f.severity == "error"), None)
+    if problem is not None:
+        raise problem.error(module.main.file if module.main else None)
 
 
 def refuse_companions(module: Module, roles: Iterable[str], why: str) -> None:

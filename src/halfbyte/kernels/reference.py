@@ -12,8 +12,10 @@ sign of zeros. In general, with u = 0 for a float32 result, 2^-11 for float16 an
 
 Weights are decoded into a scratch of 8 MiB (or TILE rows, if that is more), so memory does not grow with N.
 BLAS chooses its order of summation by the shape of the product: MKL takes other code for the last N % 8 rows and
-for a single row, OpenBLAS also for small products. Therefore N is padded to whole tiles: MKL then sums each output
-feature in one order, whatever its position, N and the number of threads; for OpenBLAS each product is one tile.
+for a single row, OpenBLAS also for small products. Therefore N is padded to whole tiles. In NumPy each product is one
+tile, so an output feature depends on nothing but its own weights. In torch, where that would be slow, the same holds
+for MKL on one thread; on several, MKL may cut K by the shape too (a Xeon with 2 to 16 threads does, an EPYC with 2
+does not).
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def _launch_numpy(x: Array, buffers: Mapping[str, Array], bias: Array | None, ou
 
 
 def _decode_numpy(codes: U8, scales: U8) -> F32:
-    """(rows, K/2) and (rows, G) u8 to f32, in the scratch: K without scale2, rows filled up to whole tiles with 0."""
+    """(rows, K/2) and (rows, G) u8 to f32 without scale2, in the scratch; rows of 0 fill the last tile."""
     rows, blocks = scales.shape
     k, padded = blocks * BLOCK, _whole_tiles(rows)
     w = _scratch.take(padded * k * _NUMPY_BYTES).view(np.float32).reshape(padded, k)

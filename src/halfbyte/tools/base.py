@@ -112,7 +112,13 @@ def write_side_files(
     if checkpoint.quant and "hf_quant_config.json" not in extra:
         reason = "the target has no such file"
         listed.append({"file": "hf_quant_config.json", "action": "dropped", "reason": reason})
-    return listed
+    return listed + dropped_files(checkpoint)
+
+
+def dropped_files(checkpoint: Checkpoint) -> list[dict[str, str]]:
+    """The entries for shards that the index does not name, which are not carried."""
+    strays = [str(f.got) for f in checkpoint.findings if f.code == "HB132"]
+    return [{"file": name, "action": "dropped", "reason": "not in the index"} for name in strays]
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

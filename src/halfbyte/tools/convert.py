@@ -12,15 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from halfbyte.checkpoint.consistency import config_facts, quantized
-from halfbyte.checkpoint.reader import INDEX, PROVENANCE, Checkpoint, encode_provenance, open_checkpoint
+from halfbyte.checkpoint.consistency import config_facts, header_findings, quantized
+from halfbyte.checkpoint.reader import PROVENANCE, Checkpoint, encode_provenance, open_checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, check_target, distribute, parse_size, shard_names
 from halfbyte.dialects import Dialect, Module, Output, dialect_named
+from halfbyte.dialects.base import refuse_broken
 from halfbyte.errors import FormatError, UsageError
-from halfbyte.findings import Report
+from halfbyte.findings import Report, in_order
 from halfbyte.numerics import reciprocal
 from halfbyte.stored import Stored
-from halfbyte.tools.base import CHUNK, Meter, Progress, copy_jobs, directory_bytes, run, worker_count, write_side_files
+from halfbyte.tools.base import (
+    CHUNK,
+    Meter,
+    Progress,
+    copy_jobs,
+    directory_bytes,
+    dropped_files,
+    run,
+    worker_count,
+    write_side_files,
+)
 
 
 def convert(
@@ -60,8 +71,8 @@ def convert(
     target = dialect_named(to)
     limit = None if max_shard_size is None else parse_size(max_shard_size)
     threads = worker_count(workers)
-    check_target(Path(dst), force)
     with open_checkpoint(src) as checkpoint:
+        check_target(Path(dst), force, checkpoint.path)
         checkpoint.require_readable()
         if not quantized(checkpoint):
             raise UsageError(
@@ -74,6 +85,8 @@ def convert(
         outputs = _outputs(checkpoint, target)
         numbers, originals = _scalars(checkpoint, outputs)
         shards = _shards(checkpoint, outputs, limit)
+        config = None if same else target.config(config_facts(checkpoint, {m.name: m for m in quantized(checkpoint)}))
+        findings = in_order(f for f in header_findings(checkpoint) if f.severity != "note")
         facts: dict[str, Any] = {
             "src": str(checkpoint.path),
             "dst": str(dst),
@@ -83,9 +96,8 @@ def convert(
             "bytes_out": sum(o.source.nbytes for o in outputs),
         }
         if dry_run:
-            return Report("convert", (), facts | {"dry_run": True, "shards": len(shards), "peak_bytes": 64 << 20})
+            return Report("convert", findings, facts | {"dry_run": True, "shards": len(shards), "peak_bytes": 64 << 20})
         verbatim = same and limit is None
-        config = None if same else target.config(config_facts(checkpoint, {m.name: m for m in quantized(checkpoint)}))
         with CheckpointWriter(Path(dst), force) as writer:
             meter = Meter(facts["bytes_out"] * (2 if prove else 1), progress)
 
@@ -106,18 +118,21 @@ def convert(
                 facts["files"] = _carry_all(writer, checkpoint, verbatim, meter)
             else:
                 facts["files"] = write_side_files(writer, checkpoint, *config)
-            sealed = writer.seal(str(checkpoint.index or INDEX) if limit is None else INDEX)
+            mirrored = limit is None and checkpoint.index is not None and not verbatim
+            sealed = writer.seal(str(checkpoint.index) if mirrored else "")
             if prove:
                 facts["proven"] = _prove(checkpoint, sealed, meter)
             facts["bytes_on_disk"] = directory_bytes(sealed)
             writer.commit()
         facts["seconds"] = round(time.perf_counter() - started, 3)
-        return Report("convert", (), facts)
+        return Report("convert", findings, facts)
 
 
 def _outputs(checkpoint: Checkpoint, target: Dialect) -> list[Output]:
     if target is checkpoint.dialect:
         return [Output(t, t, "copy") for t in checkpoint.tensors.values()]
+    for module in checkpoint.modules:
+        refuse_broken(module)
     outputs = [o for module in checkpoint.modules for o in target.outputs(module, checkpoint.dialect)]
     taken: dict[str, str] = {}
     for output in outputs:
@@ -218,12 +233,17 @@ def _carry_all(writer: CheckpointWriter, checkpoint: Checkpoint, shards: bool, m
         writer.carry(folder / name, name)
     if shards:
         meter.add(sum(t.nbytes for t in checkpoint.tensors.values()))
-    return [{"file": str(name), "action": "copied", "reason": "the dialect stays"} for name in names]
+    listed = [{"file": str(name), "action": "copied", "reason": "the dialect stays"} for name in names]
+    return listed + dropped_files(checkpoint)
 
 
 def _prove(checkpoint: Checkpoint, result: Path, meter: Meter) -> int:
     """Compare every tensor of the result with its source; returns how many."""
-    with open_checkpoint(result) as other:
+    try:
+        other = open_checkpoint(result)
+    except FormatError as error:
+        raise FormatError(f"the proof failed: {error.message}", tensor=error.tensor, got=error.got) from None
+    with other:
         theirs = {m.name: m for m in other.modules}
         compared = 0
         for module in checkpoint.modules:
@@ -241,6 +261,15 @@ def _prove(checkpoint: Checkpoint, result: Path, meter: Meter) -> int:
                     raise FormatError("the proof failed: a tensor differs from its source", tensor=mine.name)
                 meter.add(mine.nbytes)
                 compared += 1
+            companions = {t.name: t for t in twin.unknown}
+            for mine in module.unknown:
+                there = companions.pop(mine.name, None)
+                if there is None or not _same_bytes(checkpoint, mine, other, there):
+                    raise FormatError("the proof failed: a tensor differs from its source", tensor=mine.name)
+                meter.add(mine.nbytes)
+                compared += 1
+            if companions:
+                raise FormatError("the proof failed: the result holds more than the source", tensor=min(companions))
         if theirs:
             raise FormatError("the proof failed: the result holds more than the source", tensor=min(theirs))
         return compared

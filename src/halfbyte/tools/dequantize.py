@@ -14,6 +14,7 @@ from halfbyte.checkpoint.consistency import quantized
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard, check_target, distribute, parse_size, shard_names
 from halfbyte.dialects import Module
+from halfbyte.dialects.base import refuse_broken, refuse_companions
 from halfbyte.errors import UsageError
 from halfbyte.findings import Report
 from halfbyte.stored import Stored, byte_count, header_dtype
@@ -57,12 +58,15 @@ def dequantize_checkpoint(
     """
     started = time.perf_counter()
     threads, limit = worker_count(workers), parse_size(max_shard_size)
-    check_target(Path(dst), force)
     with open_checkpoint(src) as checkpoint:
+        check_target(Path(dst), force, checkpoint.path)
         checkpoint.require_readable()
         modules = {m.name: m for m in quantized(checkpoint)}
         if not modules:
             raise UsageError("there is nothing quantized in this checkpoint", file=str(checkpoint.path))
+        for module in modules.values():
+            refuse_broken(module)
+            refuse_companions(module, {"lora_a", "lora_b"}, "cannot be part of a dense weight")
         name = dtype or _config_dtype(checkpoint)
         stored = header_dtype(np.empty(0, float_dtype(name)))
         dense = {m.name: Stored(f"{m.name}.weight", stored, m.shape) for m in modules.values()}

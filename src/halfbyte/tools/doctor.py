@@ -88,9 +88,12 @@ def _cpu() -> dict[str, Any]:
 
 def _gpus() -> list[dict[str, Any]]:
     """Name, memory and compute capability of each CUDA device that torch sees."""
-    import torch
+    try:
+        import torch
 
-    if not torch.cuda.is_available():
-        return []
-    devices = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+        if not torch.cuda.is_available():
+            return []
+        devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    except Exception as error:  # a torch that does not work is a fact about the machine
+        return [{"name": f"torch fails: {type(error).__name__}: {error}", "bytes": 0, "capability": "0.0"}]
     return [{"name": d.name, "bytes": d.total_memory, "capability": f"{d.major}.{d.minor}"} for d in devices]

@@ -49,7 +49,7 @@ def inspect(
         ]
         facts: dict[str, Any] = {
             "path": str(checkpoint.path),
-            "dialect": checkpoint.dialect.name if checkpoint.evidence else "dense",
+            "dialect": checkpoint.dialect_name,
             "readable": readable,
             "evidence": checkpoint.evidence,
             "files": [{"name": Path(s.file).name, "bytes": os.stat(s.file).st_size} for s in checkpoint.shards],

@@ -21,7 +21,7 @@ from halfbyte.dialects import Dialect, Facts, Module, dialect_named
 from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.findings import Finding, Report
 from halfbyte.numerics import BLOCK, reciprocal
-from halfbyte.patterns import fused_group, is_router, module_class, selected
+from halfbyte.patterns import fused_group, is_head, is_router, module_class, selected
 from halfbyte.recipes import LIKES, Like, Recipe, TensorScale, finite_amax, quantize_array, recipe_named
 from halfbyte.stored import FLOATS, Stored, byte_count
 from halfbyte.tools.base import (
@@ -34,8 +34,6 @@ from halfbyte.tools.base import (
     worker_count,
     write_side_files,
 )
-
-_HEADS = ("lm_head", "embed_out")
 
 
 def quantize_checkpoint(
@@ -84,8 +82,8 @@ def quantize_checkpoint(
     if like not in LIKES:
         raise UsageError("unknown peer", got=repr(like), expected=" or ".join(LIKES))
     threads = worker_count(workers)
-    check_target(Path(dst), force)
     with open_checkpoint(src) as checkpoint:
+        check_target(Path(dst), force, checkpoint.path)
         chosen_modules, skipped = _choose(checkpoint, targets, ignore)
         plan = _Plan(checkpoint, target, chosen, like, _shared(chosen_modules) if share_scale2 else {})
         outputs = [t for module in checkpoint.modules for t in plan.outputs(module, module.name in chosen_modules)]
@@ -160,7 +158,7 @@ def _reason_to_skip(module: Module, targets: Sequence[str], ignore: Sequence[str
         return None if selected(targets, module.name, cls) else "not a target"
     if cls == "Embedding":
         return "embedding"
-    if module.name.rpartition(".")[2] in _HEADS:
+    if is_head(module.name):
         return "output head"
     return "router" if is_router(module.name) else None
 
@@ -285,8 +283,8 @@ class _Plan:
                 raise self._located(error, module) from None
             for role in wanted:
                 shard.write(stored[role].name, arrays[role])
-            if module.main is not None:
-                meter.add(module.main.nbytes)
+        if "codes" in wanted and module.main is not None:
+            meter.add(module.main.nbytes)
 
     def _dense(self, module: Module) -> Any:
         return self.checkpoint.read(module.roles["data"])

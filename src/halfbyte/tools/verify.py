@@ -22,7 +22,12 @@ from halfbyte.tools.base import CHUNK, Meter, Progress, run, worker_count
 _CAP = 100
 """Findings with a position for each tensor and code, unless all are asked for."""
 
-_EXPONENT = {"BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00), "F32": (np.uint32, 0x7F800000)}
+_EXPONENT: dict[str, tuple[Any, int]] = {
+    "BF16": (np.uint16, 0x7F80),
+    "F16": (np.uint16, 0x7C00),
+    "F32": (np.uint32, 0x7F800000),
+    "F64": (np.uint64, 0x7FF0000000000000),
+}
 """Float dtype -> the unsigned type of its bits, and the exponent of Inf and NaN."""
 
 
@@ -63,10 +68,12 @@ def verify(
         scan.meter = Meter(sum(t.nbytes for m in modules for t in m.tensors), progress)
         run([partial(scan.read, module) for module in modules], worker_count(workers), scan.meter)
         scan.compare_fused(modules)
+        order = {name: i for i, name in enumerate(checkpoint.tensors)}
+        scan.found.sort(key=lambda f: order.get(f.tensor or "", -1))
         kinds = [m.kind for m in checkpoint.modules if m.kind != "none"]
         facts: dict[str, Any] = {
             "path": str(checkpoint.path),
-            "dialect": checkpoint.dialect.name,
+            "dialect": checkpoint.dialect_name,
             "modules": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
             "bytes": scan.meter.done,
             "seconds": round(time.perf_counter() - started, 3),
@@ -135,20 +142,26 @@ class _Scan:
     def _positive(self, module: Module, role: str, tensor: Stored) -> None:
         values = self.checkpoint.read(tensor).astype(np.float64)
         self.meter.add(tensor.nbytes)
-        bad = ~(np.isfinite(values) & (values > 0))
+        if self.checkpoint.dialect.divides and module.kind == "nvfp4" and role in ("scale2", "input_scale"):
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+                multiplier = (1 / values).astype(np.float32)  # what a reader multiplies by
+        else:
+            multiplier = values
+        bad = ~(np.isfinite(values) & (values > 0) & np.isfinite(multiplier) & (multiplier > 0))
         if role == "scale":
             bad &= values != 0
         if bad.any():
-            code = "HB106" if role in ("scale2", "scale") else "HB113"
-            index = [int(i) for i in np.argwhere(bad)[0]] if values.ndim else None
+            code = "HB106" if role in ("scale2", "scale") else "HB123" if role in ("k_scale", "v_scale") else "HB113"
+            index = [int(i) for i in np.argwhere(bad)[0]] if values.size > 1 else None
             self.found.append(
                 Finding(code, tensor.name, index, got=float(values[bad][0]), expected="positive and finite")
             )
         elif role == "scale2" and values.size == 1:
-            value = float(values.reshape(())) if not self.checkpoint.dialect.divides else 1 / float(values.reshape(()))
+            value = float(multiplier.reshape(()))
             self.scale2[module.name] = value
             if value > 1:
-                hint = "a reciprocal may be stored where a multiplier is meant" if value > 16 else None
+                pair = ("divisor", "multiplier") if self.checkpoint.dialect.divides else ("multiplier", "reciprocal")
+                hint = f"a {pair[1]} may be stored where a {pair[0]} is meant" if value > 16 else None
                 self.found.append(Finding("HB108", tensor.name, got=f"{value:.6g}", expected="below 1", hint=hint))
 
     def _finite(self, tensor: Stored) -> None:
@@ -187,13 +200,12 @@ class _Scan:
         any_code, empty = False, 0
         for start, piece in self._chunks(codes):
             if piece.nbytes % 8 or (any_code and (zero is None or not whole)):
-                any_code = any_code or bool(piece.any())
+                any_code = any_code or bool((piece & 0x77).any())
                 continue
-            words = piece.view(np.uint64)
-            if not any_code:
-                any_code = bool(words.max(initial=0))
+            blocks = piece.view(np.uint64) & 0x7777777777777777 != 0  # a code of -0 is zero, too
+            any_code = any_code or bool(blocks.any())
             if zero is not None and whole:
-                empty += int(np.count_nonzero((words != 0) & zero[start // 8 : (start + piece.nbytes) // 8]))
+                empty += int(np.count_nonzero(blocks & zero[start // 8 : (start + piece.nbytes) // 8]))
         if empty:
             self.found.append(Finding("HB115", codes.name, got=f"{empty} blocks", hint="they decode to zero"))
         if codes.nbytes and not any_code:
