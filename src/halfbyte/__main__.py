@@ -1,6 +1,25 @@
-"""``python -m halfbyte``."""
+"""The program: ``python -m halfbyte`` and the command ``halfbyte``."""
 
-from halfbyte.cli import main
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+
+def main() -> None:
+    """Import the command line and run it; Ctrl-C in the meantime is one line, too."""
+    signal.signal(signal.SIGINT, _stop)
+    from halfbyte.cli import main as run
+
+    run()
+
+
+def _stop(number: int, frame: object) -> None:
+    sys.stderr.write("halfbyte: interrupted; nothing was written\n")
+    sys.stderr.flush()
+    os._exit(128 + number)  # an exception would come out of the import system as a traceback
+
 
 if __name__ == "__main__":
     main()

@@ -240,6 +240,8 @@ class Weight(_Immutable):
             raise WeightError("unknown policy", got=repr(policy), expected="'exact', 'equal' or 'common'")
         first = parts[0]
         for i, part in enumerate(parts[1:], 1):
+            if is_torch(part.codes) != is_torch(first.codes):
+                raise WeightError(f"part {i} and part 0 are of two libraries", hint="use .torch() or .numpy() first")
             if (part.k, part.experts) != (first.k, first.experts):
                 raise WeightError(
                     f"part {i} has another K or E", got=part.shape, expected=f"(*{first.experts}, N, {first.k})"
@@ -289,6 +291,10 @@ class Weight(_Immutable):
             raise WeightError("stack needs at least one weight")
         first = experts[0]
         for i, expert in enumerate(experts):
+            if is_torch(expert.codes) != is_torch(first.codes):
+                raise WeightError(
+                    f"expert {i} and expert 0 are of two libraries", hint="use .torch() or .numpy() first"
+                )
             if expert.shape != first.shape:
                 raise WeightError(f"expert {i} has another shape", got=expert.shape, expected=first.shape)
             if (expert.input_scale is None) != (first.input_scale is None):
@@ -469,6 +475,8 @@ def _as_f32(value: Any, like: Array) -> Array:
     if is_torch(like):
         import torch
 
+        if isinstance(value, np.ndarray):
+            raise WeightError("a NumPy array among torch tensors: use one library for all of a weight")
         value = value if is_torch(value) else torch.as_tensor(np.array(value, np.float32))
         return value.to(device=like.device, dtype=torch.float32)
     if is_torch(value):
@@ -566,8 +574,8 @@ def to_torch(a: Array, device: Any = None) -> Array:
 
     if is_torch(a):
         return a.to(device)
-    if not a.flags.writeable:
-        a = a.copy()  # torch has no read-only tensors
+    if not a.flags.writeable or min(a.strides, default=0) < 0:
+        a = a.copy()  # torch has no read-only tensors, and no negative strides
     if a.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(a.view(np.uint16)).view(torch.bfloat16).to(device)
     return torch.from_numpy(a).to(device)

@@ -449,6 +449,21 @@ def test_given_scale2_may_be_tiny(like, scale2):
     assert not w.codes.any()
 
 
+@every
+@pytest.mark.parametrize("scale2", [2.0**-149, 1e-40, 1e-39])
+def test_given_scale2_far_too_small(like, scale2):
+    """The wanted scale overflows f32: refused as any other, without a warning."""
+    error = refusal(np.ones((2, 16), np.float32), like=like, scale2=scale2)
+    assert str(error).startswith("a block needs a larger scale than scale2 leaves room for at [0, 0]")
+
+
+@every
+def test_given_scale2_below_the_normal_range(like):
+    """Steps of f32 that are as coarse as the numbers: still the nearest, still no division by zero."""
+    x = np.array([[2.0**-149, -(2.0**-149), 2.0**-146, 0] * 4], np.float32)
+    check_codes(x, quantize(x, like=like, scale2=2.0**-149))
+
+
 # -- large tensors --
 
 

@@ -398,11 +398,11 @@ def test_hb113_input_scale(tmp_path, dialect, value):
     assert found(tmp_path, dialect, change=change, input_scale=True) == [("HB113", name, None)]
 
 
-def test_hb113_kv_scale(tmp_path):
+def test_hb123_kv_scale(tmp_path):
     change = {f"{K}.k_scale": np.float32(0), f"{V}.v_scale": np.float32(1)}
     (finding,) = report(tmp_path, change=change, section=modelopt_section(kv_cache_scheme=KV)).findings
-    assert (finding.tensor, finding.index, finding.severity) == (f"{K}.k_scale", None, "error")
-    assert "input scale" not in finding.message
+    assert (finding.code, finding.tensor, finding.index) == ("HB123", f"{K}.k_scale", None)
+    assert (finding.severity, "input scale" in finding.message) == ("error", False)
 
 
 DTYPES = {

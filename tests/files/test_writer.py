@@ -323,6 +323,18 @@ def test_a_failure_leaves_nothing(tmp_path, error):
     assert leftovers(tmp_path) == []
 
 
+def test_interrupted_as_soon_as_the_hidden_directory_is_there(tmp_path, monkeypatch):
+    """Ctrl-C between making the directory and entering the block that removes it."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "chmod", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "out")
+    assert leftovers(tmp_path) == []
+
+
 def test_no_seal_no_checkpoint(tmp_path):
     with CheckpointWriter(tmp_path / "out"):
         pass

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from contract import check_layout
 from halfbyte.errors import LayoutError
-from halfbyte.layouts import LAYOUTS, Packed, Rows
+from halfbyte.layouts import LAYOUTS, Order, Packed, Rows
 from halfbyte.layouts.base import arrange, arrange_codes, restore, restore_codes
 from halfbyte.weight import to_torch
 from helpers import assert_same_bytes, modelopt, nibbles, random_weight
@@ -72,6 +72,13 @@ def test_golden_bytes(plane: Plane):
     assert_same_bytes(forwards(plane.order, source), stored)
     shape = (source.shape[0], source.shape[1] * (2 if plane.codes else 1))
     assert_same_bytes(back(plane.order, stored, shape), source)
+
+
+def test_odd_count_of_codes():
+    order, codes = Order("n (k p) -> n k p", p=17), np.arange(1, 9, dtype=np.uint8)[None]
+    flat = arrange_codes(order, torch.from_numpy(codes))
+    assert_same_bytes(flat, arrange_codes(order, codes))
+    assert_same_bytes(restore_codes(order, flat, (1, 16)), codes)
 
 
 @given(orders(), st.tuples(st.integers(0, 9), st.integers(0, 9)), st.sampled_from([(), (2,), (2, 3), (0,)]))

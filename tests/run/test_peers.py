@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfbyte.recipes import quantize
+from halfbyte.recipes import finite_amax, quantize, quantize_array, recipe_named
 from halfbyte.weight import Weight, to_numpy, to_torch
 from helpers import U32, assert_same_bytes, assert_within, exact, random_weight
 
@@ -94,10 +94,10 @@ def bytes_of(tensor):
     return tensor.view(torch.uint8).numpy()
 
 
-def by_ct(ct, x):
+def by_ct(ct, x, divisor=None):
     """Codes, scales and the divisor that compressed-tensors gives x, observed as its observers do."""
     blocks = x.reshape(x.shape[0], -1, 16)
-    divisor = ct.gparam(x.float().min(), x.float().max())
+    divisor = ct.gparam(x.float().min(), x.float().max()) if divisor is None else divisor
     scales, _ = ct.qparams(blocks.amin(-1), blocks.amax(-1), ct.scheme.weights, global_scale=divisor)
     state = {"weight": x, "weight_scale": scales, "weight_global_scale": divisor}
     return ct.compressor.compress(state, ct.scheme)
@@ -160,6 +160,21 @@ def test_compressed_tensors_quantizes_to_our_bytes(ct, fill, dtype, shape, seed)
     divisor = theirs["weight_global_scale"]
     assert divisor.shape == (1,)
     assert_same_bytes((1 / divisor).reshape(()), ours.scale2.reshape(()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compressed_tensors_with_a_shared_divisor(ct, dtype):
+    """Fused parts: the least divisor of all serves each."""
+    parts = [made(outliers, dtype, (17, 80), seed) for seed in range(3)]
+    rtn = recipe_named("rtn")
+    scales = [rtn.tensor_scale(finite_amax(x), "compressed-tensors") for x in parts]
+    shared = min(scales, key=lambda scale: scale.divisor)
+    assert len({float(scale.divisor) for scale in scales}) == 3
+    for x in parts:
+        codes, blocks = quantize_array(x, rtn, shared, "compressed-tensors")
+        theirs = by_ct(ct, to_torch(x.copy()), torch.tensor([shared.divisor]))
+        assert_same_bytes(bytes_of(theirs["weight_scale"]), blocks)
+        assert_same_bytes(theirs["weight_packed"], codes)
 
 
 @pytest.mark.parametrize("like", ["modelopt", "compressed-tensors"])

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -182,11 +183,14 @@ class CheckpointWriter:
         check_target(self.target, self.force)
         self._shards: dict[str, Shard] = {}
         parent = self.target.absolute().parent
+        self._work = parent / f".halfbyte-{self.target.name[:100]}-{secrets.token_hex(4)}"
         try:
-            self._work = Path(tempfile.mkdtemp(prefix=f".halfbyte-{self.target.name[:100]}-", dir=parent))
+            self._work.mkdir()
         except OSError as error:
             raise TargetError("cannot write into the directory", file=str(parent), got=error.strerror) from None
-        self._work.chmod(0o777 & ~_umask())
+        except BaseException:  # interrupted before __exit__ is responsible
+            shutil.rmtree(self._work, ignore_errors=True)
+            raise
         return self
 
     def __exit__(
@@ -195,7 +199,8 @@ class CheckpointWriter:
         for shard in self._shards.values():
             shard.close()
         shutil.rmtree(self._work, ignore_errors=True)
-        if isinstance(error, OSError) and (error.filename is None or str(self._work) in str(error.filename)):
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+        if isinstance(error, OSError) and (full or error.filename is None or str(self._work) in str(error.filename)):
             raise TargetError("cannot write the target", file=str(self.target), got=error.strerror) from None
 
     def shard(
@@ -213,7 +218,10 @@ class CheckpointWriter:
         """Copy a file as it is; ``name`` is relative to the directory."""
         to = self._work / name
         to.parent.mkdir(parents=True, exist_ok=True)
+        expected = source.stat().st_size
         shutil.copyfile(source, to)
+        if to.stat().st_size != expected:
+            raise FormatError("the file became shorter while it was read", file=str(source))
         _sync(to)
 
     def seal(self, index: str = "") -> Path:
@@ -293,12 +301,6 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def shard_names(count: int) -> list[str]:

@@ -323,6 +323,8 @@ class Packed:
         self._buffers = dict(buffers)
         if len(self.shape) < 2 or min(self.shape) < 0:
             raise LayoutError("not the shape of a weight", got=self.shape, expected="(*E, N, K)")
+        if len({is_torch(buffer) for buffer in buffers.values()}) > 1:
+            raise LayoutError("the buffers are of two libraries: use NumPy arrays or torch tensors for all")
         *experts, n, k = self.shape
         blocks = -(-k // BLOCK)
         code_bytes, scale_bytes = -(-layout.codes.count((n, blocks * BLOCK)) // 2), layout.scales.count((n, blocks))

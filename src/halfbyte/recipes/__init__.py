@@ -60,6 +60,8 @@ def quantize(
         UsageError: an unknown recipe or peer.
     """
     if is_torch(dense):
+        if str(dense.dtype).removeprefix("torch.") not in {dtype.name for dtype in _SOURCES}:
+            raise _not_dense(dense)
         if dense.device.type != "cpu":
             raise QuantizeError("this quantizer runs on the CPU", got=str(dense.device), hint="pass dense.cpu()")
         return quantize(to_numpy(dense), recipe, like, scale2=scale2, pad=pad).torch()
@@ -67,11 +69,7 @@ def quantize(
     if like not in LIKES:
         raise UsageError("unknown peer", got=repr(like), expected=" or ".join(LIKES))
     if dense.ndim != 2 or dense.dtype not in _SOURCES:
-        raise QuantizeError(
-            "cannot quantize this array",
-            got=f"{dense.dtype} {dense.shape}",
-            expected="(N, K) float32, bfloat16 or float16",
-        )
+        raise _not_dense(dense)
     n, k = dense.shape
     if k % BLOCK and not pad:
         raise QuantizeError(
@@ -81,6 +79,14 @@ def quantize(
     scale = chosen.tensor_scale(amax, like) if scale2 is None else _given(scale2)
     codes, scales = quantize_array(dense, chosen, scale, like)
     return Weight(codes=codes, scales=scales, scale2=scale.scale2, k=k)
+
+
+def _not_dense(dense: Array) -> QuantizeError:
+    return QuantizeError(
+        "cannot quantize this array",
+        got=f"{dense.dtype} {tuple(dense.shape)}",
+        expected="(N, K) float32, bfloat16 or float16",
+    )
 
 
 def _given(scale2: float) -> TensorScale:
@@ -101,7 +107,8 @@ def quantize_array(dense: Any, recipe: Recipe, scale: TensorScale, like: Like) -
         if k % BLOCK:
             x = np.pad(x, ((0, 0), (0, blocks * BLOCK - k)))
         try:
-            codes[rows], scales[rows] = recipe.encode(x, dense.dtype, scale, like)
+            with np.errstate(over="ignore"):  # a scale that overflows is refused, or clipped
+                codes[rows], scales[rows] = recipe.encode(x, dense.dtype, scale, like)
         except QuantizeError as error:
             if error.index is not None:
                 error.index[0] += rows.start

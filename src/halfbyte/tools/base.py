@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard
-from halfbyte.errors import UsageError
+from halfbyte.errors import FormatError, UsageError
 from halfbyte.stored import Stored
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -80,7 +80,11 @@ def copy_jobs(checkpoint: Checkpoint, shard: Shard, pairs: Iterable[tuple[str, S
         by_file[source.file].append((name, source))
 
     def job(file: str, group: list[tuple[str, Stored]]) -> None:
-        shard.copy(group, checkpoint.fd(file), meter.add)
+        try:
+            shard.copy(group, checkpoint.fd(file), meter.add)
+        except FormatError as error:
+            error.file = file
+            raise
 
     return [partial(job, file, group) for file, group in by_file.items()]
 
@@ -116,9 +120,12 @@ def write_side_files(
 
 
 def dropped_files(checkpoint: Checkpoint) -> list[dict[str, str]]:
-    """The entries for shards that the index does not name, which are not carried."""
+    """The entries for what is not carried: shards that the index does not name, and links to directories."""
     strays = [str(f.got) for f in checkpoint.findings if f.code == "HB132"]
-    return [{"file": name, "action": "dropped", "reason": "not in the index"} for name in strays]
+    listed = [{"file": name, "action": "dropped", "reason": "not in the index"} for name in strays]
+    folder = checkpoint.path if checkpoint.path.is_dir() else None
+    links = sorted(p.name for p in folder.iterdir() if p.is_symlink() and p.is_dir()) if folder else []
+    return listed + [{"file": name, "action": "dropped", "reason": "a link to a directory"} for name in links]
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

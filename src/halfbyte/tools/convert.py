@@ -231,6 +231,10 @@ def _carry_all(writer: CheckpointWriter, checkpoint: Checkpoint, shards: bool, m
         names += [checkpoint.index] if checkpoint.index else []
     for name in names:
         writer.carry(folder / name, name)
+    for shard in checkpoint.shards if shards else ():
+        size, expected = os.stat(shard.file).st_size, max((t.start + t.nbytes for t in shard.tensors), default=0)
+        if size < expected:
+            raise FormatError("the file became shorter while it was read", file=shard.file, got=size, expected=expected)
     if shards:
         meter.add(sum(t.nbytes for t in checkpoint.tensors.values()))
     listed = [{"file": str(name), "action": "copied", "reason": "the dialect stays"} for name in names]

@@ -15,7 +15,7 @@ from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard, check_target, distribute, parse_size, shard_names
 from halfbyte.dialects import Module
 from halfbyte.dialects.base import refuse_broken, refuse_companions
-from halfbyte.errors import UsageError
+from halfbyte.errors import FormatError, UsageError
 from halfbyte.findings import Report
 from halfbyte.stored import Stored, byte_count, header_dtype
 from halfbyte.tools.base import Job, Meter, Progress, copy_jobs, directory_bytes, run, worker_count, write_side_files
@@ -73,12 +73,10 @@ def dequantize_checkpoint(
         listed: list[dict[str, str]] = []
         outputs: list[Stored] = []
         for module in checkpoint.modules:
-            if module.name not in modules:
-                outputs += module.tensors
-                continue
-            outputs.append(dense[module.name])
+            if module.name in modules:
+                outputs.append(dense[module.name])
             for role, tensor in module.roles.items():
-                action, reason = _fate(role)
+                action, reason = _fate(role if module.name in modules else tensor.name.rpartition(".")[2])
                 listed.append({"tensor": tensor.name, "action": action, "reason": reason})
                 if action == "copied":
                     outputs.append(tensor)
@@ -98,7 +96,9 @@ def dequantize_checkpoint(
             )
         by_output = {t.name: modules[n] for n, t in dense.items()}
         with CheckpointWriter(Path(dst), force) as writer:
+            dropped = {entry["tensor"] for entry in listed if entry["action"] == "dropped"}
             meter = Meter(facts["bytes_in"], progress)
+            meter.add(sum(t.nbytes for t in checkpoint.tensors.values() if t.name in dropped))
             for shard_name, tensors in zip(shard_names(len(shards)), shards, strict=True):
                 shard = writer.shard(shard_name, tensors, {"format": "pt"})
                 mine = [by_output[t.name] for t in tensors if not t.file]
@@ -115,11 +115,12 @@ def dequantize_checkpoint(
 
 
 def _fate(role: str) -> tuple[str, str]:
+    """What becomes of a tensor: by its role in a quantized module, by its suffix elsewhere."""
     if role in _INSIDE:
         return "converted", "part of the dense weight"
-    if role == "bias":
-        return "copied", "the same"
-    return "dropped", "a dense checkpoint does not quantize activations or the KV cache"
+    if role in ("input_scale", "k_scale", "v_scale"):
+        return "dropped", "a dense checkpoint does not quantize activations or the KV cache"
+    return "copied", "the same"
 
 
 def _config_dtype(checkpoint: Checkpoint) -> str:
@@ -132,5 +133,17 @@ def _write(checkpoint: Checkpoint, module: Module, shard: Shard, dtype: str, met
     values = weight.dequantize("float32")
     if isinstance(weight, Weight) and weight.pre_scale is not None:
         values *= weight.pre_scale.astype(np.float32)
-    shard.write(f"{module.name}.weight", values.astype(float_dtype(dtype), copy=False))
+    with np.errstate(over="ignore"):
+        rounded = values.astype(float_dtype(dtype), copy=False)
+    if np.isinf(rounded).any() and (outgrown := np.isinf(rounded) & np.isfinite(values)).any():
+        row, column = (int(i) for i in np.argwhere(outgrown)[0])
+        raise FormatError(
+            f"a value does not fit {dtype}",
+            file=module.main.file if module.main else None,
+            tensor=module.name,
+            index=[row, column],
+            got=float(values[row, column]),
+            hint="choose another --dtype, or see halfbyte verify",
+        )
+    shard.write(f"{module.name}.weight", rounded)
     meter.add(sum(t.nbytes for role, t in module.roles.items() if role in _INSIDE))
