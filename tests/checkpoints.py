@@ -407,7 +407,7 @@ def call(*args: Any) -> Ran:
     """Run the command line in this process, which is faster."""
     from halfbyte.cli import main
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     code: Any = 0
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
@@ -415,7 +415,8 @@ def call(*args: Any) -> Ran:
         except SystemExit as ended:
             code = ended.code
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
     return Ran(int(code or 0), out.getvalue(), err.getvalue())
 
 

@@ -83,7 +83,7 @@ def assert_within(actual: Any, expected: Any, bound: Any) -> None:
     assert actual.shape == expected.shape
     error, bound = np.abs(actual - expected), np.broadcast_to(np.asarray(bound, np.float64), expected.shape)
     wrong = np.argwhere(~(error <= bound))
-    if wrong.size:
+    if len(wrong):
         at = tuple(int(i) for i in wrong[0])
         raise AssertionError(
             f"{len(wrong)} of {error.size} elements out of bounds, the first at {list(at)}: got {actual[at]!r}, "
@@ -93,12 +93,12 @@ def assert_within(actual: Any, expected: Any, bound: Any) -> None:
 
 def assert_same_bytes(actual: Any, expected: Any) -> None:
     """Equal shape and bytes, whatever the dtypes of one byte; names the first difference."""
-    actual, expected = (np.ascontiguousarray(to_numpy(a)) for a in (actual, expected))
+    actual, expected = (np.asarray(to_numpy(a), order="C") for a in (actual, expected))
     assert actual.shape == expected.shape
     assert actual.dtype.itemsize == expected.dtype.itemsize
     x, y = (a.reshape(-1).view(f"u{a.dtype.itemsize}").reshape(a.shape) for a in (actual, expected))
     wrong = np.argwhere(x != y)
-    if wrong.size:
+    if len(wrong):
         at = tuple(int(i) for i in wrong[0])
         digits = 2 * x.dtype.itemsize
         raise AssertionError(

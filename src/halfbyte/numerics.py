@@ -64,7 +64,7 @@ E8M0_VALUES: Final[F32] = _e8m0_table()
 E2M1_PAIRS: Final[F32] = np.stack([np.tile(E2M1_VALUES, 16), np.repeat(E2M1_VALUES, 16)], 1)
 """(256, 2) f32: the two values of each byte of codes, low nibble first."""
 
-_PAIRS_AS_WORDS = E2M1_PAIRS.view(np.uint64)[:, 0]  # one 8-byte gather instead of a row copy: 3x faster
+_PAIRS_AS_WORDS = E2M1_PAIRS.view(np.int64)[:, 0]  # one 8-byte gather instead of a row copy: 3x faster
 
 for _table in (E2M1_VALUES, E4M3_VALUES, E8M0_VALUES, E2M1_PAIRS):
     _table.setflags(write=False)
@@ -76,21 +76,24 @@ def is_torch(x: object) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
-def lookup(table: F32, index: Array) -> Array:
-    """``table[index]`` for a u8 index of any shape, NumPy or torch; a (256, 2) table adds an axis of 2."""
+def lookup(table: npt.NDArray[Any], index: Array) -> Array:
+    """``table[index]`` for a table of one axis and a u8 index of any shape, NumPy or torch."""
     if not is_torch(index):
-        return np.take(table, index, axis=0)
+        return np.take(table, index)
     import torch
 
     on_device = torch.tensor(table, device=index.device)
-    return on_device[index.to(torch.int32)]
+    return on_device.index_select(0, index.reshape(-1).to(torch.int32)).view(index.shape)
 
 
 def decode_e2m1(packed: Array) -> Array:
     """Decode packed codes, (..., K/2) u8 with even k in the low nibble, to (..., K) f32."""
-    if is_torch(packed):
-        return lookup(E2M1_PAIRS, packed).reshape(*packed.shape[:-1], packed.shape[-1] * 2)
-    return np.take(_PAIRS_AS_WORDS, packed).view(np.float32)
+    words = lookup(_PAIRS_AS_WORDS, packed)
+    if not is_torch(packed):
+        return words.view(np.float32)
+    import torch
+
+    return words.view(torch.float32)
 
 
 def decode_e4m3(scales: Array) -> Array:

@@ -350,7 +350,30 @@ def test_a_reader_that_has_gone(args):
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("args", [("inspect", NVFP4), ("inspect", NVFP4, "--json"), ("--help",)], ids=str)
+def test_a_reader_that_has_gone_before_an_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = command_line("verify", "./nothing", "--json")
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment(), check=False)
+    os.close(writer)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 1
+
+
+FULL = [("inspect", NVFP4), ("inspect", NVFP4, "--json"), ("--help",), ("verify", NVFP4), ("doctor",)]
+
+
+def test_a_full_disk_under_the_document_of_an_error():
+    with open("/dev/full", "w") as full:
+        command = command_line("verify", "./nothing", "--json")
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("args", FULL, ids=str)
 def test_a_full_disk_under_stdout(args):
     with open("/dev/full", "w") as full:
         done = subprocess.run(

@@ -225,6 +225,28 @@ def test_values_too_large_for_float16(tmp_path):
         assert leftovers(tmp_path) == ["src"]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_too_large_for_any_dtype(tmp_path, dtype):
+    """6 * 448 * 1e36 is above the largest float32."""
+    roles = {"codes": np.full((1, 8), 0x77, np.uint8), "scales": np.full((1, 1), 448, E4M3), "scale2": np.float32(1e36)}
+    src = make_dense(tmp_path / "src", change=named("modelopt", Q, roles))
+    check_failure(call("dequantize", src, tmp_path / "out", "--dtype", dtype), 2, Q)
+    assert leftovers(tmp_path) == ["src"]
+
+
+@pytest.mark.parametrize("name", ["scale", "scales", "data", "codes", "scale2", "pre_scale", "input_scale2"])
+def test_dense_parameters_of_any_name_are_kept(tmp_path, name):
+    """A norm's parameter may be called scale; it is no part of a quantized weight."""
+    change = {f"model.norm.{name}": np.arange(4, dtype=np.float32), f"model.norm2.{name}": np.ones((2, 2), BF16)}
+    change["model.norm2.weight"] = np.ones(4, BF16)
+    src = make_dense(tmp_path / "src", change=change)
+    report = halfbyte.dequantize_checkpoint(src, tmp_path / "out")
+    source, made = tensors_of(src), tensors_of(tmp_path / "out")
+    assert {n: made.get(n) for n in change} == {n: source[n] for n in change}
+    fates = {t["tensor"]: t["action"] for t in report.facts["tensors"]}
+    assert {fates[n] for n in change} == {"copied"}
+
+
 def test_nan_scales_stay_nan(tmp_path):
     """A block of NaN becomes NaN weights, which verify finds in the dense file too."""
     scales = np.full((HIDDEN, 2), 0x38, np.uint8)

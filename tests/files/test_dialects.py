@@ -292,6 +292,17 @@ def test_overlapping_groups():
     assert kind(of, Q) == "nvfp4"
 
 
+def test_targets_do_not_select_siblings():
+    """v_proj is the end of qkv_proj, and up_proj that of gate_up_proj."""
+    of = layer_of(CT, groups(nvfp4=["Linear"], fp8=["re:.*v_proj$", "re:.*up_proj$"]))
+    kinds = {name: kind(of, name) for name in LINEARS}
+    assert kinds == {name: "fp8" if name.endswith(("v_proj", "up_proj")) else "nvfp4" for name in LINEARS}
+    of = layer_of(CT, groups(nvfp4=["Linear"], fp8=["re:.*qkv_proj$"]))
+    assert {name for name in LINEARS if kind(of, name) == "fp8"} == {
+        n for n in LINEARS if n[-6:] in ("q_proj", "k_proj", "v_proj")
+    }
+
+
 def test_kinds_of_groups():
     for name, expected in {"nvfp4": "nvfp4", "fp8": "fp8", "int4": "int4", "mxfp4": "mxfp4"}.items():
         assert kind(layer_of(CT, groups(**{name: ["Linear"]})), Q) == expected

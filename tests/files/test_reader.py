@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import ml_dtypes
@@ -609,6 +610,29 @@ def test_without_the_hub_client_status_3_says_what_to_install(tmp_path, monkeypa
     with pytest.raises(MissingExtraError):
         halfbyte.open("nobody/nothing")
     check_failure(call("verify", "nobody/nothing"), 3, "nobody/nothing", "pip install 'halfbyte[hf]'")
+
+
+def test_the_hubs_cache_comes_first(tmp_path, monkeypatch):
+    """A stand-in for the hub client: asked for its cache first, and for the network only if that has nothing."""
+    made = make_dense(tmp_path / "snapshot")
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def download(name, local_files_only, **_):
+        asked.append((name, local_files_only))
+        if local_files_only and name == "org/remote":
+            raise FileNotFoundError("not in the cache")
+        if name == "org/gone":
+            raise OSError("404\nmore lines")
+        return str(made)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
+    assert halfbyte.verify("org/cached").ok
+    assert halfbyte.verify("org/remote").ok
+    assert asked == [("org/cached", True), ("org/remote", True), ("org/remote", False)]
+    check_failure(call("verify", "org/gone"), 2, "org/gone", "404")
+    (tmp_path / "org").mkdir()
+    check_failure(call("verify", "org/cached"), 2, "org/cached", "no such file or directory")
 
 
 @pytest.mark.parametrize("path", ["./nobody/nothing", "/nobody/nothing", "a/b/c", "nothing", "../nothing"])

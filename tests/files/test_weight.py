@@ -549,10 +549,27 @@ def test_concat_common_by_a_power_of_two_is_exact(rng):
     assert_same_bytes(exact(w), np.concatenate([exact(a), exact(a) / 4]))
 
 
-def test_concat_common_with_an_empty_part(rng):
-    parts = [random_weight(rng, n, 32, per_row=True) for n in (4, 0)]
-    w, _ = common(parts)
-    assert w.shape == (4, 32)
+@pytest.mark.parametrize("sizes", [(4, 0), (0, 4), (0, 3, 0, 1), (0, 4, 4)], ids=str)
+@pytest.mark.parametrize("per_row", [False, True])
+def test_concat_with_empty_parts(sizes, per_row, rng):
+    """An empty part has nothing to say about scale2."""
+    parts = [random_weight(rng, n, 32, per_row=per_row) for n in sizes]
+    before = np.concatenate([exact(p) for p in parts])
+    assert_same_bytes(exact(Weight.concat(parts)), before)
+    filled = [p for p in parts if p.n]
+    if per_row or len(filled) > 1:
+        w, error = common(parts)
+        assert_same_bytes(w.scale2.reshape(()), max(p.scale2.max() for p in filled))
+        assert_within(error, relative_error(w, parts), 0.006 * relative_error(w, parts))
+    else:
+        assert_same_bytes(exact(Weight.concat(parts, "equal")), before)
+
+
+def test_concat_of_nothing_but_empty_parts(rng):
+    for per_row in (False, True):
+        parts = [random_weight(rng, 0, 32, per_row=per_row) for _ in range(2)]
+        for policy in ("exact", "equal", "common"):
+            assert Weight.concat(parts, policy).shape == (0, 32)
 
 
 def test_concat_refuses(rng):

@@ -326,10 +326,13 @@ def test_a_failure_leaves_nothing(tmp_path, error):
 def test_interrupted_as_soon_as_the_hidden_directory_is_there(tmp_path, monkeypatch):
     """Ctrl-C between making the directory and entering the block that removes it."""
 
-    def interrupted(*_):
+    real = Path.mkdir
+
+    def interrupted(self, *args, **options):
+        real(self, *args, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "chmod", interrupted)
+    monkeypatch.setattr(Path, "mkdir", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "out")
     assert leftovers(tmp_path) == []
@@ -373,6 +376,34 @@ def test_the_target_exists(tmp_path):
         write(tmp_path / "out")
     assert listing(tmp_path / "out") == {"mine": b"mine"}
     assert leftovers(tmp_path, "out") == []
+
+
+@pytest.mark.parametrize("kind", ["full", "empty", "file", "link"])
+def test_a_target_that_comes_into_being_meanwhile(tmp_path, kind):
+    """Hours of work may lie between looking and renaming: what is there by then is not replaced without force."""
+    out = tmp_path / "out"
+    (tmp_path / "elsewhere").mkdir()
+
+    def appear(writer):
+        if kind == "file":
+            out.write_text("mine")
+        elif kind == "link":
+            out.symlink_to(tmp_path / "elsewhere")
+        else:
+            out.mkdir()
+            if kind == "full":
+                (out / "mine").write_text("mine")
+
+    if kind == "empty":
+        write(out, before=appear)
+        assert (out / INDEX).exists()
+    else:
+        with pytest.raises(TargetError):
+            write(out, before=appear)
+        assert out.is_symlink() == (kind == "link")
+        assert kind != "file" or out.read_text() == "mine"
+        assert kind != "full" or listing(out) == {"mine": b"mine"}
+    assert leftovers(tmp_path) == ["elsewhere", "out"]
 
 
 def test_an_empty_target_is_taken(tmp_path):
