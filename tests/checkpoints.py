@@ -199,7 +199,7 @@ def named(dialect: str, module: str, roles: Tensors, scalar_shape: tuple[int, ..
     for role, value in roles.items():
         name = f"{module}.{SUFFIXES[dialect].get(role, role)}"
         if role in ("scale2", "input_scale"):
-            with np.errstate(divide="ignore"):
+            with np.errstate(divide="ignore", over="ignore"):
                 value = np.float32(1) / np.float32(value) if divides else np.float32(value)
             value = np.full(shape, value, np.float32)
         tensors[name] = value

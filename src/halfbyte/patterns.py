@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 
 from halfbyte.errors import UsageError
 
@@ -66,29 +66,71 @@ def spellings(name: str, fused: bool = True) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+class Patterns:
+    """Patterns, prepared to be asked about many modules: ten thousand literal names cost as much as one.
+
+    Raises:
+        UsageError: a regular expression that does not compile.
+    """
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self.patterns = list(patterns)
+        self._literal: dict[str, int] = {}
+        self._rules: list[tuple[int, re.Pattern[str]]] = []
+        for i, pattern in enumerate(self.patterns):
+            if pattern.startswith("re:"):
+                self._rules.append((i, _compiled(pattern)))
+            elif any(c in pattern for c in "*?["):
+                self._rules.append((i, re.compile(translate(pattern))))
+            else:
+                self._literal.setdefault(pattern, i)
+
+    def __bool__(self) -> bool:
+        return bool(self.patterns)
+
+    def first(self, name: str, cls: str | None = None) -> str | None:
+        """The first pattern that selects ``name`` of class ``cls`` under one of its spellings, or None.
+
+        The fused spelling counts only for a pattern that spells it out: ``*up_proj`` does not mean
+        gate_up_proj's gate.
+        """
+        names = spellings(name)
+        group = fused_group(name)
+        fused = group[0].rpartition(".")[2] if group else None
+        found = [self._literal[key] for n in names for key in _beginnings(n) if key in self._literal]
+        if cls in self._literal:
+            found.append(self._literal[cls])
+        plain = spellings(name, fused=False)
+        for i, rule in self._rules:
+            if any(rule.match(n) for n in (names if fused and fused in self.patterns[i] else plain)):
+                found.append(i)
+                break
+        return self.patterns[min(found)] if found else None
+
+
+def _beginnings(name: str) -> list[str]:
+    """``name`` and the modules that it is in."""
+    return [name, *(name[:i] for i, c in enumerate(name) if c == ".")]
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern[3:])
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UsageError("not a regular expression", got=repr(pattern), hint=str(error)) from None
+
+
 def matches(pattern: str, name: str, cls: str | None = None) -> bool:
-    """Whether ``pattern`` selects the module ``name`` of class ``cls``.
+    """Whether ``pattern`` selects the module ``name``, as it is spelt, of class ``cls``.
 
     Raises:
         UsageError: a regular expression that does not compile.
     """
     if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], name) is not None
-        except re.error as error:
-            raise UsageError("not a regular expression", got=repr(pattern), hint=str(error)) from None
+        return _compiled(pattern).match(name) is not None
     return pattern in (cls, name) or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
 
 
 def selected(patterns: Iterable[str], name: str, cls: str | None = None) -> str | None:
-    """The first pattern that selects ``name`` under one of its spellings, or None.
-
-    The fused spelling counts only for a pattern that spells it out: ``*up_proj`` does not mean gate_up_proj's gate.
-    """
-    group = fused_group(name)
-    fused = group[0].rpartition(".")[2] if group else None
-    for pattern in patterns:
-        names = spellings(name, fused is not None and fused in pattern)
-        if any(matches(pattern, n, cls) for n in names):
-            return pattern
-    return None
+    """The first pattern that selects ``name``; see Patterns, which is faster for many names."""
+    return Patterns(patterns).first(name, cls)

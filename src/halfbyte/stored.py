@@ -61,10 +61,10 @@ def byte_count(dtype: str, shape: tuple[int, ...]) -> int:
 
 def as_array(raw: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     """(bytes,) u8 as an array of ``dtype``; F4 gives u8 with two codes a byte, so half the last axis."""
-    if dtype == "F4":
+    if dtype == "F4" and shape[-1] % 2 == 0:
         return raw.reshape(*shape[:-1], shape[-1] // 2)
     if dtype not in _NUMPY:
-        return raw
+        return raw  # of a type that NumPy does not know, or rows that end inside a byte
     return raw.view(_NUMPY[dtype]).reshape(shape)
 
 

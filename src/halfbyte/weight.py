@@ -191,8 +191,9 @@ class Weight(_Immutable):
         """
         values = decode_e2m1(self.codes)
         blocks = values.reshape(*self.scales.shape, BLOCK)
-        blocks *= decode_e4m3(self.scales)[..., None]
-        values *= self.scale2
+        with np.errstate(over="ignore", invalid="ignore"):  # Inf and NaN come out as such
+            blocks *= decode_e4m3(self.scales)[..., None]
+            values *= self.scale2
         return _cast(values[..., : self.k], dtype)
 
     def rows(self, a: int, b: int) -> Weight:
@@ -416,7 +417,8 @@ class Fp8Weight(_Immutable):
             n, k = self.shape
             row, column = np.arange(n) // self.block[0], np.arange(k) // self.block[1]
             scale = scale[row[:, None], column[None, :]]
-        return _cast(values * scale, dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # Inf and NaN come out as such
+            return _cast(values * scale, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -449,7 +451,8 @@ def _cast(values: Array, dtype: str) -> Array:
         import torch
 
         return values.to(getattr(torch, dtype))
-    return values.astype(numpy_dtype, copy=False)
+    with np.errstate(over="ignore"):
+        return values.astype(numpy_dtype, copy=False)
 
 
 def _library(a: Array) -> str:
@@ -481,7 +484,8 @@ def _as_f32(value: Any, like: Array) -> Array:
         return value.to(device=like.device, dtype=torch.float32)
     if is_torch(value):
         raise WeightError("a torch tensor among NumPy arrays: use one library for all of a weight")
-    return np.asarray(value, np.float32)
+    with np.errstate(over="ignore"):
+        return np.asarray(value, np.float32)
 
 
 def _normal_scale2(value: Any, experts: tuple[int, ...], n: int, like: Array) -> Array:

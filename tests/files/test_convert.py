@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import struct
 
 import numpy as np
@@ -44,6 +46,7 @@ from checkpoints import (
     named,
     nvfp4,
     quantized,
+    raw_safetensors,
     read_json,
     save,
     save_sharded,
@@ -53,6 +56,7 @@ from checkpoints import (
 from halfbyte.checkpoint.reader import PROVENANCE
 from halfbyte.checkpoint.writer import CheckpointWriter
 from halfbyte.errors import FormatError, HalfbyteError, UsageError
+from halfbyte.stored import byte_count, header_dtype
 
 CT, MODELOPT = "compressed-tensors", "modelopt"
 OTHER = {CT: MODELOPT, MODELOPT: CT}
@@ -888,6 +892,93 @@ def test_the_number_of_threads_changes_no_byte(tmp_path, workers):
     convert(src, tmp_path / "one", CT, workers=1)
     convert(src, tmp_path / "out", CT, workers=workers)
     assert listing(tmp_path / "out") == listing(tmp_path / "one")
+
+
+SUFFIXES = [
+    "weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale", "input_scale", "bias",
+    "input_global_scale", "pre_quant_scale", "svdquant_lora_a", "weight_scale_inv", "scale", "zero_point", "k_scale",
+]  # fmt: skip
+SHAPES = [(), (1,), (1, 1), (4,), (4, 1), (4, 2), (4, 16), (4, 32), (0, 16), (4, 0), (2, 4, 16), (32,), (128, 4)]
+DTYPES = ["U8", "I8", "F4", "F8_E4M3", "F32", "BF16", "F16", "F64", "I32", "F8_E8M0", "BOOL", "F8_E5M2"]
+
+
+def any_tensors(rng):
+    """Modules of all kinds, of which some tensors are missing, misshapen or of no use."""
+    tensors = {}
+    for module in rng.sample([Q, K, "lm_head", "model.embed_tokens", "model.norm"], rng.randint(1, 3)):
+        kind = rng.random()
+        if kind < 0.6:
+            scale2 = rng.choice([0.001, 0.3, 5.0, 1e-40, 0.0, float("nan")])
+            roles = nvfp4(4, 32, rng.randint(0, 3), scale2=scale2, input_scale=rng.choice([None, 0.1]))
+            tensors |= named(rng.choice(list(OTHER)), module, roles, rng.choice([(), (1,), (1, 1)]))
+        elif kind < 0.8:
+            scale = rng.choice([0.5, [0.5], [0.5] * 4, [[0.5]] * 4])
+            tensors |= {f"{module}.{k}": v for k, v in fp8(4, 32, scale=scale).items()}
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            dtype, shape = rng.choice(DTYPES), rng.choice(SHAPES)
+            data = rng.randbytes(byte_count(dtype, shape))
+            tensors[f"{module}.{rng.choice(SUFFIXES)}"] = Raw(dtype, shape, data)
+        if tensors and rng.random() < 0.2:
+            tensors.pop(rng.choice(list(tensors)))
+    return tensors
+
+
+def raw(value):
+    if isinstance(value, Raw):
+        return value
+    array = np.asarray(value)
+    return Raw(header_dtype(array), array.shape, array.tobytes())
+
+
+def write_raw(path, tensors):
+    header, data = {}, b""
+    for name, value in tensors.items():
+        tensor = raw(value)
+        end = len(data) + len(tensor.data)
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [len(data), end]}
+        data += tensor.data
+    raw_safetensors(path, header, data)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_tensors_are_carried_or_refused(tmp_path, seed):
+    """Whatever the tensors are: refused in words, or each listed, written, and back by value; nothing else."""
+    rng = random.Random(seed)
+    sections = [{}, modelopt_section("NVFP4"), modelopt_section(), ct_section(), ct_section(static=True)]
+    done = 0
+    for case in range(25):
+        src, tensors = tmp_path / f"{case}", any_tensors(rng)
+        src.mkdir()
+        write_raw(src / "model.safetensors", tensors)
+        write_json(src / "config.json", {"quantization_config": rng.choice(sections)})
+        for look in (halfbyte.verify, halfbyte.inspect, lambda path: halfbyte.inspect(path, stats=True)):
+            with contextlib.suppress(HalfbyteError):
+                json.dumps(look(src).json(), allow_nan=False)
+        for to in OTHER:
+            there, back = src / to, src / f"{to}-back"
+            with contextlib.suppress(HalfbyteError):
+                report = convert(src, there, to)
+                assert {t["tensor"] for t in report.facts["tensors"]} == set(tensors)
+                assert {t["to"] for t in report.facts["tensors"]} == set(tensors_of(there))
+                convert(there, back, report.facts["from"])
+                made = {n: numbers_of(t) for n, t in tensors_of(back).items()}
+                assert made == {n: numbers_of(raw(t)) for n, t in tensors.items()}
+                done += 1
+        with contextlib.suppress(HalfbyteError):
+            report = halfbyte.dequantize_checkpoint(src, src / "dense", dtype="float32")
+            made = tensors_of(src / "dense")
+            assert {t["tensor"] for t in report.facts["tensors"]} == set(tensors)
+            for entry in report.facts["tensors"]:
+                assert entry["action"] != "copied" or made[entry["tensor"]] == raw(tensors[entry["tensor"]])
+            done += 1
+    assert done > 5
+
+
+def numbers_of(tensor):
+    """The bytes; of a half-precision scalar or row of scales, those in float32."""
+    if tensor.dtype in ("BF16", "F16") and len(tensor.data) <= 8:
+        return np.frombuffer(tensor.data, BF16 if tensor.dtype == "BF16" else np.float16).astype(np.float32).tobytes()
+    return tensor.data
 
 
 @pytest.mark.parametrize("to", OTHER)

@@ -110,6 +110,8 @@ HOSTILE = {
     "shape too large": ({"a": entry(shape=(2**63,))}, bytes(4), "non-negative integers", "a"),
     "shape overflows": ({"a": entry(shape=(2**40, 2**40))}, bytes(4), "does not fit its offsets", "a"),
     "shape of many axes": ({"a": entry("U8", (1,) * 65, (0, 1))}, b"0", "too many axes", "a"),
+    "half a byte": ({"a": entry("F4", (3,), (0, 2))}, bytes(2), "", "a"),
+    "half a byte alone": ({"a": entry("F4", (), (0, 1))}, b"0", "", "a"),
     "offsets backwards": ({"a": entry(offsets=(4, 0))}, bytes(4), "does not fit its offsets", "a"),
     "offsets too few": ({"a": entry(offsets=(0, 3))}, bytes(4), "does not fit its offsets", "a"),
     "a hole before": ({"a": entry(offsets=(1, 5))}, bytes(5), "leaves a hole", "a"),

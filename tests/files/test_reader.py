@@ -42,6 +42,7 @@ from checkpoints import (
     nvfp4,
     others,
     quantized,
+    raw_safetensors,
     read_json,
     run_cli,
     save,
@@ -252,6 +253,40 @@ def test_odd_shapes_of_codes(tmp_path, dtype, shape, data, scales):
         ran = call(verb, tmp_path)
         assert ran.rc in (0, 1, 2)
         assert "internal error" not in ran.stderr
+
+
+@pytest.mark.parametrize("shape", [(2,), (4, 3), (4, 1), (4, 2), (0, 3), (2, 2, 1)])
+def test_four_bit_tensors_of_any_shape(tmp_path, shape):
+    """A last axis that is odd has no whole bytes; the tensor can still be held."""
+    raw = Raw("F4", shape, bytes(-(-int(np.prod(shape, dtype=int)) // 2)))
+    header = {"a.four": {"dtype": "F4", "shape": list(shape), "data_offsets": [0, len(raw.data)]}}
+    raw_safetensors(tmp_path / "model.safetensors", header, raw.data)
+    with halfbyte.open(tmp_path) as checkpoint:
+        assert checkpoint.read("a.four").nbytes == len(raw.data)
+        assert set(dict(checkpoint.items())) == {"a.four"}
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_a_weight_without_a_module_name(tmp_path, dialect):
+    """One matrix saved by itself: weight, weight_scale, weight_scale_2."""
+    roles = nvfp4(4, 32, input_scale=0.5)
+    tensors = {n.removeprefix("."): v for n, v in named(dialect, "", roles).items()}
+    src = tmp_path / "src"
+    src.mkdir()
+    save(src / "model.safetensors", tensors)
+    with halfbyte.open(src) as checkpoint:
+        ((name, weight),) = checkpoint.weights()
+    assert name == ""
+    other = "modelopt" if dialect == "compressed-tensors" else "compressed-tensors"
+    halfbyte.convert(src, tmp_path / "there", to=other, prove=True)
+    expected = {n.removeprefix(".") for n in named(other, "", roles)}
+    assert set(tensors_of(tmp_path / "there")) == expected
+    halfbyte.convert(tmp_path / "there", tmp_path / "back", to=dialect, prove=True)
+    assert tensors_of(tmp_path / "back") == tensors_of(src)
+    halfbyte.dequantize_checkpoint(src, tmp_path / "dense", dtype="float32")
+    assert tensors_of(tmp_path / "dense")["weight"].data == weight.dequantize().tobytes()
+    halfbyte.quantize_checkpoint(tmp_path / "dense", tmp_path / "again")
+    assert set(tensors_of(tmp_path / "again")) == {"weight", "weight_scale", "weight_scale_2"}
 
 
 # --- positions

@@ -26,6 +26,7 @@ from checkpoints import (
     VOCAB,
     K,
     Q,
+    Raw,
     V,
     call,
     codes,
@@ -40,6 +41,7 @@ from checkpoints import (
     nvfp4,
     quantized,
     read_json,
+    run_cli,
     save,
     save_sharded,
     write_json,
@@ -326,6 +328,18 @@ def test_hb109_fp8(tmp_path, shape):
     change = {f"lm_head.{k}": v for k, v in fp8(VOCAB, HIDDEN, scale=np.ones(shape)).items()}
     result = report(tmp_path, change=change, section={})
     assert ("HB109", "lm_head.weight_scale", None) in codes(result.findings)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+@pytest.mark.parametrize("name", ["weight_scale_2", "input_scale"])
+def test_rubbish_in_a_scale_is_a_finding_and_no_warning_of_numpy(tmp_path, dtype, name):
+    """Uninitialised memory is often a signalling NaN, whose very conversion NumPy warns of."""
+    bits = {"F32": b"\x01\0\x80\x7f", "BF16": b"\x81\x7f", "F16": b"\x01\x7c"}[dtype]
+    path = make_dense(tmp_path / "x", change={f"{Q}.{name}": Raw(dtype, (), bits)}, input_scale=True)
+    ran = run_cli("verify", path, "--quiet")
+    assert ran.rc == 1
+    assert all(line.startswith("HB") for line in ran.lines), ran.stderr
+    assert ("HB106" if name == "weight_scale_2" else "HB113") in ran.stderr
 
 
 # --- HB110 to HB117

@@ -98,7 +98,7 @@ def _config_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
         for module in wants_input[False]:
             tensor = module.main.name if module.main else module.name
             yield Finding(
-                "HB111", tensor, expected=f"{module.name}.input_scale", hint="calibrate again, or serve as W4A16"
+                "HB111", tensor, expected=module.member("input_scale"), hint="calibrate again, or serve as W4A16"
             )
     elif wants_input[False]:
         yield Finding("HB112", got=f"{len(wants_input[False])} modules", hint="this is a W4A16 checkpoint")

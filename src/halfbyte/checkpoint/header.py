@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ def _tensor(name: str, entry: Any, file: str, base: int) -> Stored:
         raise FormatError("shape and offsets are not all non-negative integers", file=file, tensor=name)
     if len(shape) > 64:
         raise FormatError("too many axes", file=file, tensor=name, got=len(shape))
+    if prod(shape) * DTYPE_BITS[dtype] % 8:
+        raise FormatError(f"{dtype} {shape} ends inside a byte", file=file, tensor=name)
     expected = byte_count(dtype, tuple(shape))
     if end - begin != expected:
         raise FormatError(

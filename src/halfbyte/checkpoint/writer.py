@@ -240,7 +240,8 @@ class CheckpointWriter:
         return self._work
 
     def commit(self) -> None:
-        """Let the sealed directory take its place."""
+        """Let the sealed directory take its place; refuses a target that has come into being meanwhile."""
+        check_target(self.target, self.force)
         with _set_aside(self.target):
             self._work.rename(self.target)
         _sync(self.target.absolute().parent)

@@ -90,8 +90,11 @@ def _fail(error: BaseException, arguments: list[str]) -> int:
     elif "--json" in arguments:
         command = next((a for a in arguments if a in VERBS), None)
         head = {"schema": 1, "tool": "halfbyte", "version": __version__, "command": command, "ok": False}
-        print(json.dumps(head | {"findings": [], "error": known.facts()}), flush=True)
-        return code
+        try:
+            print(json.dumps(head | {"findings": [], "error": known.facts()}), flush=True)
+            return code
+        except OSError:
+            _drop_stdout()  # nobody reads it, or it is full: a line on stderr instead
     print(f"halfbyte: {known}", file=sys.stderr)
     return code
 

@@ -75,6 +75,10 @@ class Module:
         packed = self.kind in ("nvfp4", "mxfp4") and main.dtype != "F4" and main.shape
         return (*main.shape[:-1], main.shape[-1] * 2) if packed else main.shape
 
+    def member(self, suffix: str) -> str:
+        """The full name of a tensor of this module; a matrix saved by itself has no module name."""
+        return f"{self.name}.{suffix}" if self.name else suffix
+
     @property
     def tensors(self) -> list[Stored]:
         """All of the module's tensors."""
@@ -214,7 +218,8 @@ class Dialect:
 
     def meaning(self, module: Module, role: str, value: Any, original: Callable[[Stored], np.float32 | None]) -> Any:
         """The multiplier that a stored scale stands for, f32."""
-        value = value.astype(np.float32)
+        with np.errstate(all="ignore"):  # what is odd is verify's to report
+            value = value.astype(np.float32)
         if not self.divides or module.kind != "nvfp4":
             return value
         kept = original(module.roles[role])
@@ -234,7 +239,7 @@ class Dialect:
         return [self._output(module, role, table[role], invert) for role in module.roles]
 
     def _output(self, module: Module, role: str, suffix: str, invert: bool) -> Output:
-        source, name = module.roles[role], f"{module.name}.{suffix}"
+        source, name = module.roles[role], module.member(suffix)
         if role == "codes":
             shape = (*module.shape[:-1], module.shape[-1] // 2)
             return Output(Stored(name, "U8", shape), source, "copy")
@@ -286,7 +291,7 @@ def structure(module: Module) -> list[Finding]:
     elif module.kind == "fp8" and main is not None:
         scale = module.roles.get("scale")
         if scale is None:
-            found.append(Finding("HB101", main.name, expected=f"{module.name}.weight_scale"))
+            found.append(Finding("HB101", main.name, expected=module.member("weight_scale")))
         elif scale.dtype not in FLOATS:
             found.append(Finding("HB114", scale.name, got=str(scale), expected="F32"))
         elif len(main.shape) != 2:
@@ -305,7 +310,7 @@ def _nvfp4_structure(module: Module, codes: Stored) -> list[Finding]:
     found: list[Finding] = []
     scales, scale2 = module.roles.get("scales"), module.roles.get("scale2")
     if scales is None:
-        return [Finding("HB101", codes.name, got=str(codes), expected=f"{module.name}.weight_scale")]
+        return [Finding("HB101", codes.name, got=str(codes), expected=module.member("weight_scale"))]
     if len(module.shape) < 2:
         return [Finding("HB102", codes.name, got=str(codes), expected="codes with two axes")]
     *experts, n, k = module.shape

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from halfbyte.dialects.base import Dialect, Facts, Headers, Kind, Layer, Module, dicts_of, quant_section, strings_of
 from halfbyte.errors import FormatError
-from halfbyte.patterns import module_class, selected
+from halfbyte.patterns import Patterns, module_class
 
 _BESIDE = {"bias": "bias", "k_scale": "k_scale", "v_scale": "v_scale"}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -58,7 +58,8 @@ class CompressedTensors(Dialect):
 
     def claims(self, headers: Headers) -> str | None:
         found = next(
-            (name for name in headers.tensors if name.endswith((".weight_packed", ".weight_global_scale"))), None
+            (name for name in headers.tensors if name.rpartition(".")[2] in ("weight_packed", "weight_global_scale")),
+            None,
         )
         return f"tensor {found}" if found else None
 
@@ -69,19 +70,20 @@ class CompressedTensors(Dialect):
         section = quant_section(headers)
         if not isinstance(section.get("config_groups"), dict):
             return None
-        groups = dicts_of(section["config_groups"]).values()
-        targets = [(target, group) for group in groups for target in strings_of(group.get("targets"))]
+        group_of: dict[str, dict[str, Any]] = {}
+        for group in dicts_of(section["config_groups"]).values():
+            for target in strings_of(group.get("targets")):
+                group_of.setdefault(target, group)
         # compressed-tensors resolves an overlap as exact name, then regexes in alphabetical order, then class.
-        targets.sort(key=lambda pair: (pair[0].startswith("re:"), pair[0]))
-        ignore = strings_of(section.get("ignore"))
+        classes = {t for t in group_of if t in ("Linear", "Embedding")}
+        targets = Patterns(sorted(group_of.keys() - classes, key=lambda t: (t.startswith("re:"), t)))
+        ignored = Patterns(strings_of(section.get("ignore")))
 
         def of(name: str, cls: str) -> Layer | None:
-            if selected(ignore, name, cls):
+            if ignored.first(name, cls):
                 return None
-            by_name = (group for target, group in targets if target != cls and selected([target], name))
-            by_class = (group for target, group in targets if target == cls)
-            group = next(by_name, None) or next(by_class, None)
-            return None if group is None else _layer(group)
+            target = targets.first(name) or (cls if cls in classes else None)
+            return _layer(group_of[target]) if target else None
 
         return of
 

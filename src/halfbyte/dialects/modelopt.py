@@ -33,7 +33,7 @@ from halfbyte.dialects.base import (
     strings_of,
     swizzled_mark,
 )
-from halfbyte.patterns import module_class, selected, spellings
+from halfbyte.patterns import Patterns, module_class, spellings
 
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 """Engines accept the file by this name; the version is the one whose layout is written."""
@@ -64,7 +64,7 @@ class ModelOpt(Dialect):
     }
 
     def claims(self, headers: Headers) -> str | None:
-        found = next((name for name in headers.tensors if name.endswith(".weight_scale_2")), None)
+        found = next((name for name in headers.tensors if name.rpartition(".")[2] == "weight_scale_2"), None)
         return f"tensor {found}" if found and not swizzled_mark(headers) else None
 
     def claims_config(self, headers: Headers) -> bool:
@@ -82,12 +82,12 @@ class ModelOpt(Dialect):
             return lambda name, cls: next(
                 (_layer(table[n].get("quant_algo")) for n in spellings(name) if n in table), None
             )
-        patterns = exclusions(section)
+        excluded = Patterns(exclusions(section))
         embeds = section.get("nvfp4_embed") is True
 
         def of(name: str, cls: str) -> Layer | None:
             covered = cls == "Linear" or (cls == "Embedding" and embeds)
-            return _layer(algo) if covered and not selected(patterns, name, cls) else None
+            return _layer(algo) if covered and not excluded.first(name, cls) else None
 
         return of
 

@@ -69,7 +69,8 @@ def finite_amax(dense: Any, what: str = "the tensor") -> np.float32:
     """
     amax = np.float32(0)
     for rows in chunks(*dense.shape):
-        x = np.abs(dense[rows].astype(np.float32, copy=False))
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            x = np.abs(dense[rows].astype(np.float32, copy=False))
         top = x.max(initial=np.float32(0))
         if not np.isfinite(top):
             row, column = (int(i) for i in np.argwhere(~np.isfinite(x))[0])

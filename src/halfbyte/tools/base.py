@@ -13,7 +13,9 @@ from typing import Any, TypeAlias
 
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard
+from halfbyte.dialects import Module
 from halfbyte.errors import FormatError, UsageError
+from halfbyte.patterns import Patterns
 from halfbyte.stored import Stored
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -45,6 +47,12 @@ class Meter:
             self.done += count
             if self._progress is not None:
                 self._progress(self.done, self.total)
+
+
+def chosen(modules: Sequence[Module], include: Iterable[str], exclude: Iterable[str]) -> list[Module]:
+    """The modules that ``include`` selects (all, if it is empty) and ``exclude`` does not."""
+    wanted, unwanted = Patterns(include), Patterns(exclude)
+    return [m for m in modules if (not wanted or wanted.first(m.name)) and not unwanted.first(m.name)]
 
 
 def worker_count(workers: int | None) -> int:

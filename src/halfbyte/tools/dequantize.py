@@ -69,14 +69,14 @@ def dequantize_checkpoint(
             refuse_companions(module, {"lora_a", "lora_b"}, "cannot be part of a dense weight")
         name = dtype or _config_dtype(checkpoint)
         stored = header_dtype(np.empty(0, float_dtype(name)))
-        dense = {m.name: Stored(f"{m.name}.weight", stored, m.shape) for m in modules.values()}
+        dense = {m.name: Stored(m.member("weight"), stored, m.shape) for m in modules.values()}
         listed: list[dict[str, str]] = []
         outputs: list[Stored] = []
         for module in checkpoint.modules:
             if module.name in modules:
                 outputs.append(dense[module.name])
             for role, tensor in module.roles.items():
-                action, reason = _fate(role if module.name in modules else tensor.name.rpartition(".")[2])
+                action, reason = _fate(role if module.name in modules else _kv_role(tensor))
                 listed.append({"tensor": tensor.name, "action": action, "reason": reason})
                 if action == "copied":
                     outputs.append(tensor)
@@ -114,8 +114,14 @@ def dequantize_checkpoint(
         return Report("dequantize", (), facts)
 
 
+def _kv_role(tensor: Stored) -> str:
+    """k_scale or v_scale, wherever it lies; "" for other tensors."""
+    suffix = tensor.name.rpartition(".")[2]
+    return suffix if suffix in ("k_scale", "v_scale") else ""
+
+
 def _fate(role: str) -> tuple[str, str]:
-    """What becomes of a tensor: by its role in a quantized module, by its suffix elsewhere."""
+    """What becomes of a tensor by its role; one without a role is kept."""
     if role in _INSIDE:
         return "converted", "part of the dense weight"
     if role in ("input_scale", "k_scale", "v_scale"):
@@ -132,11 +138,14 @@ def _write(checkpoint: Checkpoint, module: Module, shard: Shard, dtype: str, met
     weight = checkpoint.load(module)
     values = weight.dequantize("float32")
     if isinstance(weight, Weight) and weight.pre_scale is not None:
-        values *= weight.pre_scale.astype(np.float32)
+        with np.errstate(all="ignore"):
+            values *= weight.pre_scale.astype(np.float32)
     with np.errstate(over="ignore"):
         rounded = values.astype(float_dtype(dtype), copy=False)
-    if np.isinf(rounded).any() and (outgrown := np.isinf(rounded) & np.isfinite(values)).any():
-        row, column = (int(i) for i in np.argwhere(outgrown)[0])
+    scales = [weight.scale2 if isinstance(weight, Weight) else weight.scale]
+    scales += [weight.pre_scale] if isinstance(weight, Weight) and weight.pre_scale is not None else []
+    if np.isinf(rounded).any() and all(np.isfinite(s.astype(np.float32)).all() for s in scales):
+        row, column = (int(i) for i in np.argwhere(np.isinf(rounded))[0])
         raise FormatError(
             f"a value does not fit {dtype}",
             file=module.main.file if module.main else None,
@@ -145,5 +154,5 @@ def _write(checkpoint: Checkpoint, module: Module, shard: Shard, dtype: str, met
             got=float(values[row, column]),
             hint="choose another --dtype, or see halfbyte verify",
         )
-    shard.write(f"{module.name}.weight", rounded)
+    shard.write(module.member("weight"), rounded)
     meter.add(sum(t.nbytes for role, t in module.roles.items() if role in _INSIDE))

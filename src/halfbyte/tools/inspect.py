@@ -17,7 +17,8 @@ from halfbyte.dialects import Module
 from halfbyte.dialects.base import kv_format, nested_section, quant_section
 from halfbyte.findings import Report, in_order
 from halfbyte.numerics import E4M3_VALUES
-from halfbyte.patterns import is_router, module_class, selected
+from halfbyte.patterns import is_router, module_class
+from halfbyte.tools.base import chosen
 
 _BESIDE = ("bias", "k_scale", "v_scale")
 
@@ -42,11 +43,7 @@ def inspect(
     """
     with open_checkpoint(path) as checkpoint:
         readable = checkpoint.dialect.readable
-        modules = [
-            m
-            for m in checkpoint.modules
-            if m.main is not None and not (include and not selected(include, m.name)) and not selected(exclude, m.name)
-        ]
+        modules = [m for m in chosen(checkpoint.modules, include, exclude) if m.main is not None]
         facts: dict[str, Any] = {
             "path": str(checkpoint.path),
             "dialect": checkpoint.dialect_name,

@@ -21,7 +21,7 @@ from halfbyte.dialects import Dialect, Facts, Module, dialect_named
 from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.findings import Finding, Report
 from halfbyte.numerics import BLOCK, reciprocal
-from halfbyte.patterns import fused_group, is_head, is_router, module_class, selected
+from halfbyte.patterns import Patterns, fused_group, is_head, is_router, module_class
 from halfbyte.recipes import LIKES, Like, Recipe, TensorScale, finite_amax, quantize_array, recipe_named
 from halfbyte.stored import FLOATS, Stored, byte_count
 from halfbyte.tools.base import (
@@ -128,9 +128,10 @@ def _choose(
             got=done[0].kind,
             hint="run halfbyte dequantize first, or halfbyte convert to change the dialect",
         )
+    wanted, unwanted = Patterns(targets), Patterns(ignore)
     chosen, skipped = {}, []
     for module in checkpoint.modules:
-        reason = _reason_to_skip(module, targets, ignore)
+        reason = _reason_to_skip(module, wanted, unwanted)
         if reason is None:
             chosen[module.name] = module
         elif module.main is not None:
@@ -142,7 +143,7 @@ def _choose(
     return chosen, skipped
 
 
-def _reason_to_skip(module: Module, targets: Sequence[str], ignore: Sequence[str]) -> str | None:
+def _reason_to_skip(module: Module, targets: Patterns, ignore: Patterns) -> str | None:
     if module.kind != "dense":
         return "not a weight"
     cls = module_class(module.name, len(module.shape))
@@ -150,12 +151,12 @@ def _reason_to_skip(module: Module, targets: Sequence[str], ignore: Sequence[str
         return "not a matrix"
     if module.main is not None and module.main.dtype not in FLOATS:
         return f"dtype {module.main.dtype}"
-    if pattern := selected(ignore, module.name, cls):
+    if pattern := ignore.first(module.name, cls):
         return f"ignored by {pattern}"
     if module.shape[1] % BLOCK:
         return f"K = {module.shape[1]} is not a multiple of {BLOCK}"
     if targets:
-        return None if selected(targets, module.name, cls) else "not a target"
+        return None if targets.first(module.name, cls) else "not a target"
     if cls == "Embedding":
         return "embedding"
     if is_head(module.name):
@@ -193,9 +194,9 @@ class _Plan:
         n, k = module.shape
         suffix = self.target.suffixes["nvfp4"]
         return {
-            "codes": Stored(f"{module.name}.{suffix['codes']}", "U8", (n, k // 2)),
-            "scales": Stored(f"{module.name}.{suffix['scales']}", "F8_E4M3", (n, k // BLOCK)),
-            "scale2": Stored(f"{module.name}.{suffix['scale2']}", "F32", self.target.scalar_shape),
+            "codes": Stored(module.member(suffix["codes"]), "U8", (n, k // 2)),
+            "scales": Stored(module.member(suffix["scales"]), "F8_E4M3", (n, k // BLOCK)),
+            "scale2": Stored(module.member(suffix["scale2"]), "F32", self.target.scalar_shape),
         }
 
     def outputs(self, module: Module, chosen: bool) -> list[Stored]:

@@ -15,9 +15,8 @@ from halfbyte.checkpoint.consistency import fused_parts, header_findings
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
 from halfbyte.dialects import Module
 from halfbyte.findings import Finding, Report, in_order
-from halfbyte.patterns import selected
 from halfbyte.stored import FLOATS, Stored
-from halfbyte.tools.base import CHUNK, Meter, Progress, run, worker_count
+from halfbyte.tools.base import CHUNK, Meter, Progress, chosen, run, worker_count
 
 _CAP = 100
 """Findings with a position for each tensor and code, unless all are asked for."""
@@ -60,11 +59,7 @@ def verify(
         checkpoint.require_readable()
         scan = _Scan(checkpoint, None if every else _CAP)
         scan.found += header_findings(checkpoint)
-        modules = [
-            m
-            for m in checkpoint.modules
-            if not (include and not selected(include, m.name)) and not selected(exclude, m.name)
-        ]
+        modules = chosen(checkpoint.modules, include, exclude)
         scan.meter = Meter(sum(t.nbytes for m in modules for t in m.tensors), progress)
         run([partial(scan.read, module) for module in modules], worker_count(workers), scan.meter)
         scan.compare_fused(modules)
@@ -140,10 +135,11 @@ class _Scan:
             pass
 
     def _positive(self, module: Module, role: str, tensor: Stored) -> None:
-        values = self.checkpoint.read(tensor).astype(np.float64)
+        with np.errstate(all="ignore"):
+            values = self.checkpoint.read(tensor).astype(np.float64)
         self.meter.add(tensor.nbytes)
         if self.checkpoint.dialect.divides and module.kind == "nvfp4" and role in ("scale2", "input_scale"):
-            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            with np.errstate(all="ignore"):
                 multiplier = (1 / values).astype(np.float32)  # what a reader multiplies by
         else:
             multiplier = values
