@@ -51,8 +51,15 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB206": ("warning", "config of another dialect than the tensors"),
     "HB207": ("warning", "config that quantizes the KV cache, and no KV scales, or the reverse"),
     "HB208": ("warning", "input scale of a module whose activations the config does not quantize"),
+    "HB209": ("warning", "pattern in the config that is not a regular expression"),
+    # options
+    "HB301": ("warning", "pattern that selects no module"),
 }
 """Every code: its severity and what it means."""
+
+
+CAP: Final = 100
+"""Findings of one code (for block scales: of one code and tensor) that are listed unless all are asked for."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,18 @@ class Report:
         head = {"schema": 1, "tool": "halfbyte", "version": __version__, "command": self.command, "ok": self.ok}
         document: dict[str, Any] = _finite(head | {"findings": [f.json() for f in self.findings]} | self.facts)
         return document
+
+
+def capped(findings: Iterable[Finding], every: bool) -> list[Finding]:
+    """The first 100 findings of each code, then their number; all of them with ``every``."""
+    listed: list[Finding] = []
+    counts: Counter[str] = Counter()
+    for finding in findings:
+        counts[finding.code] += 1
+        if every or counts[finding.code] <= CAP:
+            listed.append(finding)
+    more = (code for code, count in counts.items() if count > CAP and not every)
+    return listed + [Finding(code, got=f"{counts[code]} in all", hint="--all lists each") for code in more]
 
 
 def _finite(value: Any) -> Any:

@@ -25,8 +25,8 @@ FUSED: dict[str, tuple[str, ...]] = {
 """Modules that engines run as one, and their parts on disk."""
 
 _PART_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
-_EMBEDDINGS = {"wte", "wpe", "shared"}
-_HEADS = {"lm_head", "embed_out"}
+_EMBEDDINGS = {"wte", "wpe", "shared", "relative_attention_bias"}
+_HEADS = {"lm_head", "embed_out", "output_layer", "score", "classifier"}
 _ROUTERS = re.compile(
     r"(^|\.)((mlp|block_sparse_moe|feed_forward|moe|ffn)\.gate|router|routers|shared_expert_gate|wg)$"
 )
@@ -49,7 +49,7 @@ def module_class(name: str, ndim: int) -> str | None:
 
 def is_head(name: str) -> bool:
     """Whether ``name`` is the output head of a language model, by its usual names."""
-    return name.rpartition(".")[2] in _HEADS
+    return name == "output" or name.rpartition(".")[2] in _HEADS
 
 
 def is_router(name: str) -> bool:
@@ -75,6 +75,7 @@ class Patterns:
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self.patterns = list(patterns)
+        self._used: set[int] = set()
         self._literal: dict[str, int] = {}
         self._rules: list[tuple[int, re.Pattern[str]]] = []
         for i, pattern in enumerate(self.patterns):
@@ -104,8 +105,12 @@ class Patterns:
         for i, rule in self._rules:
             if any(rule.match(n) for n in (names if fused and fused in self.patterns[i] else plain)):
                 found.append(i)
-                break
+        self._used.update(found)
         return self.patterns[min(found)] if found else None
+
+    def unused(self) -> list[str]:
+        """The patterns that have selected nothing so far."""
+        return [pattern for i, pattern in enumerate(self.patterns) if i not in self._used]
 
 
 def _beginnings(name: str) -> list[str]:

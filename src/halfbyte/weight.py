@@ -327,7 +327,7 @@ class Weight(_Immutable):
         return self.shape == other.shape and all(_same_bits(getattr(self, f), getattr(other, f)) for f in fields)
 
     def torch(self, device: Any = None) -> Weight:
-        """The same weight as torch tensors, on ``device``; NumPy arrays are shared where possible."""
+        """The same weight as torch tensors, on ``device``; NumPy arrays are copied, since torch has no read-only ones."""
         return self._map(lambda a: to_torch(a, device))
 
     def numpy(self) -> Weight:
@@ -610,9 +610,12 @@ def _to_common_scale2(parts: Sequence[Weight]) -> tuple[list[Weight], Array]:
         total += float(np.square(before).sum())
         rounded.append(new)
     error = (wrong / total) ** 0.5 if total else 0.0
-    warnings.warn(
-        f"concat to a common scale2 rounded the block scales: relative error {error:.3g}", LossyWarning, stacklevel=3
-    )
+    if error:
+        warnings.warn(
+            f"concat to a common scale2 rounded the block scales: relative error {error:.3g}",
+            LossyWarning,
+            stacklevel=3,
+        )
     like = parts[0].codes
     if is_torch(like):
         return [w.torch(like.device) for w in rounded], to_torch(largest, like.device)

@@ -729,6 +729,18 @@ def test_hb208_input_scale_of_w4a16(tmp_path):
 # --- the whole
 
 
+def test_hb209_a_pattern_of_the_config_that_does_not_compile(tmp_path):
+    result = report(tmp_path, section=modelopt_section(ignore=["re:(", "lm_head"]))
+    assert [(f.code, f.severity, f.got) for f in result.findings] == [("HB209", "warning", "'re:('")]
+
+
+def test_hb301_a_pattern_that_selects_nothing(tmp_path):
+    path = make_dense(tmp_path / "x")
+    for options in ({"include": ["*.q_proj", "lm_heed"]}, {"exclude": ["lm_heed"]}):
+        assert [(f.code, f.got) for f in halfbyte.verify(path, **options).findings] == [("HB301", "lm_heed")]
+        assert [(f.code, f.got) for f in halfbyte.inspect(path, **options).findings] == [("HB301", "lm_heed")]
+
+
 def test_every_code_has_a_test():
     text = Path(__file__).read_text() + (Path(__file__).parent / "test_reader.py").read_text()
     missing = [code for code in CODES if code not in re.findall(r"HB\d+", text)]
@@ -847,7 +859,7 @@ def test_odd_numbers_are_json(tmp_path, value):
 def test_lines_of_findings(tmp_path):
     ran = call("verify", make_dense(tmp_path / "x", change={f"{Q}.weight_scale_2": None}))
     assert ran.rc == 1
-    assert "NOT SOUND: 1 errors" in ran.stdout
+    assert "NOT SOUND: 1 error," in ran.stdout
     (line,) = ran.lines
     assert line.startswith("HB105 error: ")
     assert f"{Q}.weight" in line

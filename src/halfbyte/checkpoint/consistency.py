@@ -11,7 +11,7 @@ from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.dialects import DIALECTS, Facts, Module
 from halfbyte.dialects.base import kv_format, nested_section, quant_section, structure
 from halfbyte.errors import UsageError
-from halfbyte.findings import Finding
+from halfbyte.findings import Finding, capped
 from halfbyte.patterns import fused_group, module_class
 
 READABLE = "ModelOpt or compressed-tensors"
@@ -27,24 +27,29 @@ _SCALE_NAMES = (
 )
 
 
-def header_findings(checkpoint: Checkpoint) -> list[Finding]:
-    """All that headers and configs show without reading a weight."""
+def header_findings(checkpoint: Checkpoint, every: bool = False) -> list[Finding]:
+    """All that headers and configs show without reading a weight; 100 of each code, unless ``every``."""
     found = list(checkpoint.findings)
     if not checkpoint.dialect.readable:
         return [*found, Finding("HB134", got=f"{checkpoint.dialect.title}: {checkpoint.evidence}", expected=READABLE)]
     for module in checkpoint.modules:
         found += structure(module)
         stem, _, suffix = module.name.rpartition(".")
-        if module.kind == "none" and suffix in _SCALE_NAMES and f"{stem}.weight_packed" not in checkpoint.tensors:
+        if module.kind == "none" and suffix in _SCALE_NAMES and not _of_another_kind(checkpoint, stem):
             found.append(
                 Finding("HB121", module.name, hint="a quantized weight of that name is missing, or it is dense")
             )
     try:
         found += _config_findings(checkpoint)
-    except UsageError as error:
-        error.file = str(checkpoint.path)  # a pattern of the config
-        raise
-    return found
+    except UsageError as error:  # a pattern
+        found.append(Finding("HB209", got=f"{error.got}", hint=error.hint))
+    return capped(found, every)
+
+
+def _of_another_kind(checkpoint: Checkpoint, stem: str) -> bool:
+    """Whether a weight of integers lies beside: INT8 and the like, of which halfbyte makes no statement."""
+    beside = (checkpoint.tensors.get(f"{stem}.{suffix}") for suffix in ("weight", "weight_packed", "qweight"))
+    return any(t is not None and t.dtype[0] in "IU" for t in beside)
 
 
 def quantized(checkpoint: Checkpoint) -> list[Module]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import struct
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ PROVENANCE = "halfbyte.scale2"
 """Key in a shard's metadata: JSON {tensor name: the bits, in hex, of the f32 whose rounded reciprocal is stored}."""
 
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
+_NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
 _MAX_JSON = 256 << 20
 
 
@@ -57,24 +58,13 @@ class Checkpoint:
     evidence: str
     modules: list[Module]
     findings: list[Finding] = field(default_factory=list)
-    _files: dict[str, int] = field(default_factory=dict, repr=False)
     _originals: dict[str, np.float32] = field(default_factory=dict, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __enter__(self) -> Checkpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files."""
-        files: dict[str, int] = self.__dict__.get("_files", {})
-        while files:
-            os.close(files.popitem()[1])
+        """Nothing: files are open only while they are read."""
 
     @property
     def dialect_name(self) -> str:
@@ -93,12 +83,14 @@ class Checkpoint:
         metadata = {k: v for shard in self.shards for k, v in shard.metadata.items()}
         return Headers(self.tensors, metadata, self.config, self.quant)
 
-    def fd(self, file: str) -> int:
-        """An open descriptor for one of the shards, for positioned reads."""
-        with self._lock:
-            if file not in self._files:
-                self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            return self._files[file]
+    @contextlib.contextmanager
+    def descriptor(self, file: str) -> Iterator[int]:
+        """One of the shards, open for positioned reads; thousands of shards need no thousands of descriptors."""
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def read_into(self, tensor: Stored, start: int, out: Any) -> None:
         """Fill ``out`` (bytes,) u8 from byte ``start`` of a tensor.
@@ -107,16 +99,17 @@ class Checkpoint:
             FormatError: the file has become shorter.
         """
         view, position = memoryview(out), tensor.start + start
-        while view:
-            try:
-                count = os.preadv(self.fd(tensor.file), [view], position)
-            except OSError as error:
-                raise FormatError(
-                    "cannot read the file", file=tensor.file, tensor=tensor.name, got=error.strerror
-                ) from None
-            if count == 0:
-                raise FormatError("the file became shorter while it was read", file=tensor.file, tensor=tensor.name)
-            view, position = view[count:], position + count
+        with self.descriptor(tensor.file) as fd:
+            while view:
+                try:
+                    count = os.preadv(fd, [view], position)
+                except OSError as error:
+                    raise FormatError(
+                        "cannot read the file", file=tensor.file, tensor=tensor.name, got=error.strerror
+                    ) from None
+                if count == 0:
+                    raise FormatError("the file became shorter while it was read", file=tensor.file, tensor=tensor.name)
+                view, position = view[count:], position + count
 
     def read(self, tensor: Stored | str) -> Any:
         """The array of a tensor, in its dtype (bfloat16 and float8 are those of ml_dtypes).
@@ -271,7 +264,7 @@ def _from_hub(name: str) -> Path:
         raise MissingExtraError("huggingface_hub", "hf", f"opening {name} from the hub") from None
     for local in (True, False):
         try:
-            return Path(hub.snapshot_download(name, local_files_only=local))
+            return Path(hub.snapshot_download(name, local_files_only=local, ignore_patterns=_NOT_NEEDED))
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise FormatError("neither a local path nor a repository that the hub gives", file=name, got=reason)

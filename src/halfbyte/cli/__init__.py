@@ -19,6 +19,7 @@ from halfbyte.errors import HalfbyteError, UsageError
 VERBS = ("inspect", "verify", "quantize", "convert", "dequantize", "doctor")
 """In the order of the help text."""
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -42,14 +43,15 @@ def cli() -> None:
 
     \b
     Exit status: 0 sound or done; 1 verify found an error; 2 wrong use or
-    unreadable input, nothing written; 3 needs hardware or an extra.
+    unreadable input, nothing written; 3 needs hardware or an extra;
+    130 interrupted, nothing written.
     """
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status; every failure is one line on stderr (or one JSON object)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _SIGNALS:
         signal.signal(number, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -123,6 +125,6 @@ def _drop_stdout() -> None:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    for each in (signal.SIGINT, signal.SIGTERM):
+    for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)  # once is enough: what follows cleans up
     raise KeyboardInterrupt

@@ -121,6 +121,11 @@ def show_findings(report: Report) -> None:
         out.print(str(finding), style=colours[finding.severity] if out.is_terminal else None)
 
 
+def plural(count: int, noun: str) -> str:
+    """ "1 shard", "2 shards"."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
 def pairs(out: Console, rows: list[tuple[str, Any]]) -> None:
     """Print (label, value) rows, aligned."""
     from rich.table import Table
@@ -137,9 +142,8 @@ def wrote(report: Report, out: Console) -> list[tuple[str, Any]]:
     """The rows that every writing verb ends with."""
     facts = report.facts
     if facts.get("dry_run"):
-        shards = f"{facts['shards']} shard" + ("s" if facts["shards"] != 1 else "")
         return [
-            ("would write", f"{size(facts['bytes_out'])} in {shards}"),
+            ("would write", f"{size(facts['bytes_out'])} in {plural(facts['shards'], 'shard')}"),
             ("peak memory", f"about {size(facts['peak_bytes'])} for arrays"),
         ]
     return [("wrote", f"{facts['dst']} ({size(facts['bytes_on_disk'])})"), ("seconds", facts["seconds"])]

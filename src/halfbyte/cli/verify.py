@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from halfbyte.cli.base import progress, shared_options, show, size
+from halfbyte.cli.base import plural, progress, shared_options, show, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,8 +46,8 @@ def command(
 
 def _render(report: Report, out: Console) -> None:
     facts = report.facts
-    modules = ", ".join(f"{number} {kind}" for kind, number in facts["modules"].items())
+    modules = ", ".join(f"{number} {kind}" for kind, number in facts["modules"].items()) or "no weights"
     rate = facts["bytes"] / 1e9 / max(facts["seconds"], 1e-9)
-    found = ", ".join(f"{report.count(s)} {s}s" for s in ("error", "warning", "note"))
+    found = ", ".join(plural(report.count(s), s) for s in ("error", "warning", "note"))
     out.print(f"{facts['path']}: {facts['dialect']}, {modules}; read {size(facts['bytes'])} at {rate:.2f} GB/s")
     out.print(f"{'sound' if report.ok else 'NOT SOUND'}: {found}")

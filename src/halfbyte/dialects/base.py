@@ -178,9 +178,14 @@ class Dialect:
     def kind_of(self, group: Mapping[str, Stored]) -> Kind:
         """The kind of the weight in a group of suffix -> tensor; the tensors decide, not the config."""
         weight = group.get("weight")
-        codes, scales = (group.get(self.suffixes["nvfp4"][role]) for role in ("codes", "scales"))
+        codes, scales, scale2 = (group.get(self.suffixes["nvfp4"][r]) for r in ("codes", "scales", "scale2"))
         if codes is not None and codes.dtype in BYTES:
-            return "mxfp4" if scales is not None and is_mx(codes, scales) else "nvfp4"
+            # Bytes with other companions are INT8 or of another library; bytes alone lack their scales.
+            fp8_scales = scales is not None and scales.dtype in ("F8_E4M3", "F8_E8M0", "U8")
+            alone = codes.dtype != "I8" and not set(group) - {"weight", "weight_packed", "bias"}
+            if fp8_scales or scale2 is not None or alone:
+                return "mxfp4" if scales is not None and is_mx(codes, scales) else "nvfp4"
+            return "none"
         if weight is None:
             return "none"
         if weight.dtype == "F8_E4M3":

@@ -260,6 +260,8 @@ class Layout:
     def offset(self, n: int, k: int, shape: Sequence[int], plane: Plane = "codes") -> int:
         """Where element (n, k) of one expert lies: in 4-bit steps for codes, in bytes for scales."""
         rows, blocks = shape[-2], -(-shape[-1] // BLOCK)
+        if not (0 <= n < rows and 0 <= k < blocks * BLOCK):
+            raise LayoutError("no such element", got=(n, k), expected=f"within {(rows, blocks * BLOCK)}")
         if plane == "scales":
             first, second = self.scales.offsets((rows, blocks))
             return int(first[n] + second[k // BLOCK])

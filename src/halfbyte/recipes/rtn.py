@@ -8,7 +8,9 @@
 
 The operations, their order and their roundings are those of nvidia-modelopt 0.47
 (``NVFP4QTensor.quantize``) or of compressed-tensors 0.20.1 (``generate_gparam``, ``calculate_qparams``
-and its compressor), so that the bytes are theirs; each divides where the other multiplies.
+and its compressor), so that the bytes are theirs; each divides where the other multiplies. One exception: an
+all-zero tensor and one with amax below 2688 * 2^-126 get a scale2 of 1 and 2^-126, where nvidia-modelopt stores 0 or
+a subnormal. With compressed-tensors' rule a tensor near the largest float32 decodes to Inf, as it does there.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard
 from halfbyte.dialects import Module
 from halfbyte.errors import FormatError, UsageError
+from halfbyte.findings import Finding
 from halfbyte.patterns import Patterns
 from halfbyte.stored import Stored
 
@@ -49,10 +50,18 @@ class Meter:
                 self._progress(self.done, self.total)
 
 
-def chosen(modules: Sequence[Module], include: Iterable[str], exclude: Iterable[str]) -> list[Module]:
-    """The modules that ``include`` selects (all, if it is empty) and ``exclude`` does not."""
+def chosen(
+    modules: Sequence[Module], include: Iterable[str], exclude: Iterable[str]
+) -> tuple[list[Module], list[Finding]]:
+    """The modules that ``include`` (or all) selects and ``exclude`` does not, and findings for idle patterns."""
     wanted, unwanted = Patterns(include), Patterns(exclude)
-    return [m for m in modules if (not wanted or wanted.first(m.name)) and not unwanted.first(m.name)]
+    both = [(m, wanted.first(m.name), unwanted.first(m.name)) for m in modules]
+    return [m for m, yes, no in both if (yes or not wanted) and not no], idle(wanted, unwanted)
+
+
+def idle(*patterns: Patterns) -> list[Finding]:
+    """A finding for each pattern that has selected nothing."""
+    return [Finding("HB301", got=pattern) for group in patterns for pattern in group.unused()]
 
 
 def worker_count(workers: int | None) -> int:
@@ -89,7 +98,8 @@ def copy_jobs(checkpoint: Checkpoint, shard: Shard, pairs: Iterable[tuple[str, S
 
     def job(file: str, group: list[tuple[str, Stored]]) -> None:
         try:
-            shard.copy(group, checkpoint.fd(file), meter.add)
+            with checkpoint.descriptor(file) as source:
+                shard.copy(group, source, meter.add)
         except FormatError as error:
             error.file = file
             raise
@@ -102,14 +112,20 @@ def write_side_files(
     checkpoint: Checkpoint,
     section: Mapping[str, Any] | None,
     extra: Mapping[str, Mapping[str, Any]],
+    other_weights: bool = True,
 ) -> list[dict[str, str]]:
     """Carry the other files and write config.json with the given ``quantization_config``.
+
+    ``other_weights=False`` leaves out the same weights in other formats, which the result replaces.
 
     Returns:
         One entry {"file", "action", "reason"} for each file.
     """
     listed = []
     for name in checkpoint.carried_files():
+        if other_weights is False and _is_weights(name):
+            listed.append({"file": str(name), "action": "dropped", "reason": "weights in another format"})
+            continue
         writer.carry(checkpoint.path / name, name)
         listed.append({"file": str(name), "action": "copied", "reason": "not a weight"})
     if checkpoint.config or section is not None:
@@ -125,6 +141,11 @@ def write_side_files(
         reason = "the target has no such file"
         listed.append({"file": "hf_quant_config.json", "action": "dropped", "reason": reason})
     return listed + dropped_files(checkpoint)
+
+
+def _is_weights(name: Path) -> bool:
+    pickled = name.suffix == ".bin" and name.name.startswith("pytorch_model")
+    return pickled or name.suffix in (".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors")
 
 
 def dropped_files(checkpoint: Checkpoint) -> list[dict[str, str]]:

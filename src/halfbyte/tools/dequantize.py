@@ -107,7 +107,7 @@ def dequantize_checkpoint(
                     jobs + copy_jobs(checkpoint, shard, [(t.name, t) for t in tensors if t.file], meter), threads, meter
                 )
                 shard.finish()
-            facts["files"] = write_side_files(writer, checkpoint, None, {})
+            facts["files"] = write_side_files(writer, checkpoint, None, {}, False)
             facts["bytes_on_disk"] = directory_bytes(writer.seal())
             writer.commit()
         facts["seconds"] = round(time.perf_counter() - started, 3)

@@ -43,7 +43,8 @@ def inspect(
     """
     with open_checkpoint(path) as checkpoint:
         readable = checkpoint.dialect.readable
-        modules = [m for m in chosen(checkpoint.modules, include, exclude) if m.main is not None]
+        listed, idle = chosen(checkpoint.modules, include, exclude)
+        modules = [m for m in listed if m.main is not None]
         facts: dict[str, Any] = {
             "path": str(checkpoint.path),
             "dialect": checkpoint.dialect_name,
@@ -65,7 +66,7 @@ def inspect(
         if stats:
             checkpoint.require_readable()
             facts["stats"] = [_stats(checkpoint, m) for m in modules if m.kind == "nvfp4"]
-        findings = header_findings(checkpoint)
+        findings = header_findings(checkpoint) + idle
         return Report("inspect", in_order(findings), facts)
 
 

@@ -30,6 +30,7 @@ from halfbyte.tools.base import (
     Progress,
     copy_jobs,
     directory_bytes,
+    idle,
     run,
     worker_count,
     write_side_files,
@@ -84,7 +85,9 @@ def quantize_checkpoint(
     threads = worker_count(workers)
     with open_checkpoint(src) as checkpoint:
         check_target(Path(dst), force, checkpoint.path)
-        chosen_modules, skipped = _choose(checkpoint, targets, ignore)
+        wanted, unwanted = Patterns(targets), Patterns(ignore)
+        chosen_modules, skipped = _choose(checkpoint, wanted, unwanted)
+        findings = idle(wanted, unwanted)
         plan = _Plan(checkpoint, target, chosen, like, _shared(chosen_modules) if share_scale2 else {})
         outputs = [t for module in checkpoint.modules for t in plan.outputs(module, module.name in chosen_modules)]
         shards = distribute(outputs, size)
@@ -100,14 +103,13 @@ def quantize_checkpoint(
             "peak_bytes": plan.peak_bytes(chosen_modules, threads),
         }
         if dry_run:
-            return Report("quantize", (), facts | {"dry_run": True, "shards": len(shards)})
-        findings: list[Finding] = []
+            return Report("quantize", tuple(findings), facts | {"dry_run": True, "shards": len(shards)})
         with CheckpointWriter(Path(dst), force) as writer:
             meter = Meter(facts["bytes_in"], progress)
             for name, tensors in zip(shard_names(len(shards)), shards, strict=True):
                 plan.write(writer, name, tensors, chosen_modules, meter, threads)
             section, extra = target.config(plan.facts(chosen_modules))
-            facts["files"] = write_side_files(writer, checkpoint, section, extra)
+            facts["files"] = write_side_files(writer, checkpoint, section, extra, False)
             findings += plan.findings(chosen_modules)
             facts["bytes_on_disk"] = directory_bytes(writer.seal())
             writer.commit()
@@ -116,7 +118,7 @@ def quantize_checkpoint(
 
 
 def _choose(
-    checkpoint: Checkpoint, targets: Sequence[str], ignore: Sequence[str]
+    checkpoint: Checkpoint, wanted: Patterns, unwanted: Patterns
 ) -> tuple[dict[str, Module], list[dict[str, str]]]:
     """The modules to quantize by name, and the other weights with the reason why not."""
     checkpoint.require_readable()
@@ -128,7 +130,6 @@ def _choose(
             got=done[0].kind,
             hint="run halfbyte dequantize first, or halfbyte convert to change the dialect",
         )
-    wanted, unwanted = Patterns(targets), Patterns(ignore)
     chosen, skipped = {}, []
     for module in checkpoint.modules:
         reason = _reason_to_skip(module, wanted, unwanted)

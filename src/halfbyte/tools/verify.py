@@ -14,12 +14,9 @@ import numpy as np
 from halfbyte.checkpoint.consistency import fused_parts, header_findings
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
 from halfbyte.dialects import Module
-from halfbyte.findings import Finding, Report, in_order
+from halfbyte.findings import CAP, Finding, Report, in_order
 from halfbyte.stored import FLOATS, Stored
 from halfbyte.tools.base import CHUNK, Meter, Progress, chosen, run, worker_count
-
-_CAP = 100
-"""Findings with a position for each tensor and code, unless all are asked for."""
 
 _EXPONENT: dict[str, tuple[Any, int]] = {
     "BF16": (np.uint16, 0x7F80),
@@ -57,9 +54,10 @@ def verify(
     started = time.perf_counter()
     with open_checkpoint(path) as checkpoint:
         checkpoint.require_readable()
-        scan = _Scan(checkpoint, None if every else _CAP)
-        scan.found += header_findings(checkpoint)
-        modules = chosen(checkpoint.modules, include, exclude)
+        scan = _Scan(checkpoint, None if every else CAP)
+        scan.found += header_findings(checkpoint, every)
+        modules, idle = chosen(checkpoint.modules, include, exclude)
+        scan.found += idle
         scan.meter = Meter(sum(t.nbytes for m in modules for t in m.tensors), progress)
         run([partial(scan.read, module) for module in modules], worker_count(workers), scan.meter)
         scan.compare_fused(modules)
@@ -170,7 +168,7 @@ class _Scan:
             if magnitude.max(initial=0) >= exponent:
                 where = np.flatnonzero(magnitude >= exponent)
                 count += len(where)
-                bad += (where[: _CAP - len(bad)] + start // words.itemsize).tolist()
+                bad += (where[: CAP - len(bad)] + start // words.itemsize).tolist()
         if count:
             index = [int(i) for i in np.unravel_index(bad[0], tensor.shape)]
             self.found.append(Finding("HB118", tensor.name, index or None, got=f"{count} values"))
