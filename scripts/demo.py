@@ -310,7 +310,7 @@ def table(folders: Folders, steps: Steps, precision: Precision, answer: Answer) 
     shown.add_row("bits per parameter, all", f"{precision.all_bits:.2f}")
     shown.add_row("relative error of the weights", f"{precision.error:.2%}")
     shown.add_row("there and back", "every tensor bit for bit the same")
-    shown.add_row("tokens per second", f"{answer.tokens_per_second:.1f}")
+    shown.add_row("tokens per second, one thread", f"{answer.tokens_per_second:.1f}")
     shown.add_section()
     for name, seconds in steps.seconds.items():
         shown.add_row(name, f"{seconds:.1f} s")

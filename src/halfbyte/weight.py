@@ -327,7 +327,7 @@ class Weight(_Immutable):
         return self.shape == other.shape and all(_same_bits(getattr(self, f), getattr(other, f)) for f in fields)
 
     def torch(self, device: Any = None) -> Weight:
-        """The same weight as torch tensors, on ``device``; NumPy arrays are copied, since torch has no read-only ones."""
+        """The same weight as torch tensors, on ``device``; NumPy arrays are copied: torch has none read-only."""
         return self._map(lambda a: to_torch(a, device))
 
     def numpy(self) -> Weight:
