@@ -22,6 +22,8 @@ _HOMES = {
     "Weight": "weight",
     "convert": "tools.convert",
     "dequantize_checkpoint": "tools.dequantize",
+    "diff": "tools.diff",
+    "explain": "explanations",
     "inspect": "tools.inspect",
     "linear": "ops",
     "open": "checkpoint.reader",
@@ -49,7 +51,9 @@ __all__ = [
     "__version__",
     "convert",
     "dequantize_checkpoint",
+    "diff",
     "errors",
+    "explain",
     "inspect",
     "layouts",
     "linear",
@@ -68,12 +72,14 @@ if TYPE_CHECKING:
     from halfbyte.checkpoint.reader import Checkpoint
     from halfbyte.checkpoint.reader import open_checkpoint as open  # noqa: A004 - torch and safetensors say open too
     from halfbyte.errors import HalfbyteError
+    from halfbyte.explanations import explain
     from halfbyte.findings import CODES, Finding, Report
     from halfbyte.layouts import Packed
     from halfbyte.ops import Plan, linear, pack, plan, unpack
     from halfbyte.recipes import quantize
     from halfbyte.tools.convert import convert
     from halfbyte.tools.dequantize import dequantize_checkpoint
+    from halfbyte.tools.diff import diff
     from halfbyte.tools.inspect import inspect
     from halfbyte.tools.quantize import quantize_checkpoint
     from halfbyte.tools.verify import verify

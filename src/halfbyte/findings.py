@@ -37,6 +37,8 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB121": ("error", "scale without a weight"),
     "HB122": ("warning", "stored reciprocal that is not the one its provenance says"),
     "HB123": ("error", "KV-cache scale that is zero, negative, Inf or NaN"),
+    "HB124": ("warning", "input scales that are the same in all experts of a layer"),
+    "HB125": ("warning", "parts that engines fuse have different input scales"),
     "HB130": ("error", "tensor that the index names and no shard holds"),
     "HB131": ("warning", "tensor that a shard holds and the index does not name"),
     "HB132": ("warning", "shard that the index does not name"),
@@ -54,6 +56,19 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB209": ("warning", "pattern in the config that is not a regular expression"),
     # options
     "HB301": ("warning", "pattern that selects no module"),
+    # diff
+    "HB401": ("error", "module in one checkpoint only"),
+    "HB402": ("error", "values differ"),
+    "HB403": ("note", "same values in other bytes"),
+    "HB404": ("error", "shapes differ"),
+    "HB405": ("error", "scales beside the weight differ"),
+    "HB406": ("note", "kinds differ; their values are told separately"),
+    "HB407": ("error", "tensor beside the weight in one checkpoint only"),
+    # against
+    "HB501": ("error", "weight far from its dense twin"),
+    "HB502": ("warning", "error above what the format needs"),
+    "HB503": ("warning", "module without a dense twin"),
+    "HB504": ("error", "shape that differs from the dense twin's"),
 }
 """Every code: its severity and what it means."""
 

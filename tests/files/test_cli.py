@@ -39,6 +39,7 @@ def outputs(tmp_path):
     return {
         "inspect": ("inspect", NVFP4),
         "verify": ("verify", NVFP4),
+        "diff": ("diff", NVFP4, NVFP4),
         "quantize": ("quantize", dense, tmp_path / "q"),
         "convert": ("convert", NVFP4, tmp_path / "c", "--to", CT),
         "dequantize": ("dequantize", NVFP4, tmp_path / "d"),
@@ -228,7 +229,7 @@ def test_out_of_memory_and_ctrl_c(tmp_path, monkeypatch, error):
 DOCUMENT = {"schema", "tool", "version", "command", "ok", "findings"}
 FACTS = {
     "inspect": {"path", "dialect", "evidence", "files", "config", "total", "kinds", "groups"},
-    "verify": {"path", "dialect", "modules", "bytes", "seconds"},
+    "verify": {"path", "dialect", "modules", "bytes", "share", "sample", "seconds"},
     "quantize": {
         "src",
         "dst",
@@ -241,6 +242,7 @@ FACTS = {
         "peak_bytes",
         "seconds",
     },
+    "diff": {"a", "b", "dialects", "same", "same_values", "different", "only_a", "only_b", "bytes", "seconds"},
     "convert": {"src", "dst", "from", "to", "tensors", "files", "bytes_out", "seconds"},
     "dequantize": {"src", "dst", "dtype", "tensors", "files", "bytes_in", "bytes_out", "seconds"},
     "doctor": {"python", "platform", "cores", "cpu", "packages", "extras", "gpus"},
@@ -323,7 +325,7 @@ def test_colour_on_a_terminal_unless_no_color(tmp_path):
     assert "HB105 error" in COLOUR.sub("", text)
 
 
-@pytest.mark.parametrize("verb", ["inspect", "verify", "quantize", "convert", "dequantize"])
+@pytest.mark.parametrize("verb", ["inspect", "verify", "diff", "quantize", "convert", "dequantize"])
 def test_every_verb_on_a_terminal(tmp_path, verb):
     rc, text = on_a_terminal(*outputs(tmp_path)[verb])
     assert rc == 0

@@ -582,6 +582,50 @@ def test_hb122_provenance(tmp_path):
     assert (finding.got, finding.expected) == (4096.0, bits)
 
 
+def experts(tmp_path, scale, dialect="modelopt", parts=("gate_proj", "up_proj", "down_proj"), count=3):
+    """A layer of experts whose input scales are ``scale(expert, part)``; shared experts are not numbered."""
+    tensors = {}
+    for e in range(count):
+        for part in parts:
+            tensors |= named(dialect, f"m.mlp.experts.{e}.{part}", nvfp4(16, 32, e, input_scale=scale(e, part)))
+    for part in parts:
+        tensors |= named(dialect, f"m.mlp.shared_experts.{part}", nvfp4(16, 32, input_scale=2.0**-9))
+    save(tmp_path / "model.safetensors", tensors)
+    return halfbyte.verify(tmp_path).findings
+
+
+@both
+@pytest.mark.parametrize("down", ["down_proj", "w2"])
+def test_hb124_one_input_scale_in_all_experts(tmp_path, dialect, down):
+    (finding,) = experts(tmp_path, lambda e, part: 2.0**-10, dialect, parts=("gate_proj", "up_proj", down))
+    name = f"m.mlp.experts.0.{down}.{SUFFIX[dialect][3]}"
+    assert (finding.code, finding.tensor, finding.index, finding.severity) == ("HB124", name, None, "warning")
+    assert finding.got == f"{down} 0.000976562 in 3 experts"
+
+
+def test_hb124_not_where_the_experts_differ(tmp_path):
+    assert experts(tmp_path, lambda e, part: 2.0 ** -(8 + e)) == ()
+
+
+def test_hb124_not_for_parts_that_read_the_input_of_the_layer(tmp_path):
+    """Where each expert is shown every token, gate and up of all experts see the same largest value."""
+    assert experts(tmp_path, lambda e, part: 2.0**-10 if part != "down_proj" else 2.0 ** -(8 + e)) == ()
+
+
+def test_hb124_not_for_one_expert(tmp_path):
+    assert experts(tmp_path, lambda e, part: 2.0**-10, count=1) == ()
+
+
+@both
+def test_hb125_fused_parts_with_other_input_scales(tmp_path, dialect):
+    name = f"{V}.{SUFFIX[dialect][3]}"
+    value = np.full((), 2.0**-9 if dialect == "modelopt" else 2.0**9, np.float32)
+    (finding,) = report(tmp_path, dialect, change={name: value}, input_scale=True).findings
+    first = f"{K}.{SUFFIX[dialect][3]}"
+    assert (finding.code, finding.tensor, finding.severity) == ("HB125", first, "warning")
+    assert finding.got == "k_proj 0.000976562, q_proj 0.000976562, v_proj 0.00195312"
+
+
 # --- the index: HB130 to HB134, also in test_reader
 
 
@@ -742,7 +786,8 @@ def test_hb301_a_pattern_that_selects_nothing(tmp_path):
 
 
 def test_every_code_has_a_test():
-    text = Path(__file__).read_text() + (Path(__file__).parent / "test_reader.py").read_text()
+    files = ("test_verify.py", "test_reader.py", "test_diff.py", "test_against.py")
+    text = "".join((Path(__file__).parent / name).read_text() for name in files)
     missing = [code for code in CODES if code not in re.findall(r"HB\d+", text)]
     assert not missing
 
@@ -812,12 +857,111 @@ def test_include_and_exclude_choose_what_is_read(tmp_path):
     assert halfbyte.verify(path, include=["*q_proj"]).facts["bytes"] < 1000
 
 
-def test_progress_ends_at_the_total(tmp_path):
+@pytest.mark.parametrize("sample", [None, 1e-9, 0.1, 1.0])
+def test_progress_ends_at_the_total(tmp_path, sample):
     seen = []
-    halfbyte.verify(make_dense(tmp_path / "x"), progress=lambda done, total: seen.append((done, total)))
+    path = make_dense(tmp_path / "x", change={f"lm_head.{k}": v for k, v in fp8(VOCAB, HIDDEN).items()})
+    halfbyte.verify(path, sample=sample, progress=lambda done, total: seen.append((done, total)))
     done, total = seen[-1]
     assert done == total == max(t for _, t in seen)
     assert [d for d, _ in seen] == sorted(d for d, _ in seen)
+
+
+# --- a sample
+
+
+def large(tmp_path, *places, **roles):
+    """A weight of 1000 rows with (place, byte) pairs set in its block scales, a dense one, and a vector."""
+    scales = np.full((1000, 4), 0x38, np.uint8)
+    for at, byte in places:
+        scales[at] = byte
+    tensors = named("modelopt", "a", nvfp4(1000, 64) | {"scales": scales.view(E4M3)} | roles)
+    more = {"lm_head.weight": floats(1000, 32), "norm.weight": np.ones(32, BF16)}
+    save(tmp_path / "model.safetensors", tensors | more)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("share", "rows"), [(1e-9, 2), (0.002, 2), (0.01, 10), (0.0101, 11), (0.5, 500), (1, 1000)])
+def test_a_sample_reads_its_share_of_the_rows(tmp_path, share, rows):
+    facts = halfbyte.verify(large(tmp_path), sample=share).facts
+    whole = halfbyte.verify(tmp_path).facts
+    scalars = 4 + 64  # scale2, and the norm
+    assert facts["bytes"] == rows * (32 + 4 + 64) + scalars
+    assert (whole["bytes"], whole["share"], whole["sample"]) == (1000 * (32 + 4 + 64) + scalars, 1.0, None)
+    assert facts["share"] == facts["bytes"] / whole["bytes"]
+    assert facts["sample"] == share
+
+
+def test_a_sample_is_spread_and_finds_what_lies_in_it(tmp_path):
+    """Every row has a NaN: those that are reported are those that were read."""
+    path = large(tmp_path, (np.s_[:, 2], 0x7F))
+    found = halfbyte.verify(path, sample=0.005).findings
+    assert codes(found) == [("HB103", "a.weight_scale", [row, 2]) for row in (0, 249, 499, 749, 999)]
+
+
+def test_a_sample_sees_codes_and_scales_of_the_same_rows(tmp_path):
+    ones = np.full((1000, 32), 0x11, np.uint8)
+    path = large(tmp_path, (np.s_[:, 0], 0x00), (np.s_[:, 1], 0x01), codes=ones)
+    found = {f.code: f.got for f in halfbyte.verify(path, sample=0.01).findings}
+    assert found == {"HB115": "10 blocks in 10 of 1000 rows", "HB117": "10 blocks (25 %) in 10 of 1000 rows"}
+    path = large(tmp_path, codes=ones * 0)
+    assert [(f.code, f.got) for f in halfbyte.verify(path, sample=0.01).findings] == [("HB116", "in 10 of 1000 rows")]
+
+
+def test_a_sample_reads_all_scalars_and_headers(tmp_path):
+    path = large(tmp_path, scale2=np.float32(np.nan))
+    assert codes(halfbyte.verify(path, sample=1e-9).findings) == [("HB106", "a.weight_scale_2", None)]
+    scale = np.ones((1000, 1), np.float32)
+    scale[501] = np.nan
+    save(path / "model.safetensors", {f"a.{k}": v for k, v in fp8(1000, 32, scale=scale).items()})
+    assert codes(halfbyte.verify(path, sample=1e-9).findings) == [("HB106", "a.weight_scale", [501, 0])]
+
+
+@both
+@pytest.mark.parametrize("sample", [1e-9, 0.3, 1.0])
+def test_a_sample_of_a_sound_one_is_sound(tmp_path, dialect, sample):
+    path = make_dense(tmp_path / "x", dialect, input_scale=True, shards=3)
+    assert halfbyte.verify(path, sample=sample).findings == ()
+
+
+def test_a_sample_in_small_chunks(tmp_path, monkeypatch):
+    from halfbyte.tools import verify as module
+
+    monkeypatch.setattr(module, "CHUNK", 16)
+    path = large(tmp_path, ((999, 3), 0xFF))
+    assert codes(halfbyte.verify(path, sample=0.01).findings) == [("HB103", "a.weight_scale", [999, 3])]
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_a_sample_of_a_golden(name):
+    assert halfbyte.verify(GOLDENS[name], sample=0.1).findings == ()
+
+
+@pytest.mark.parametrize("sample", [0, -0.1, 1.01, np.nan, np.inf])
+def test_no_share(tmp_path, sample):
+    with pytest.raises(UsageError, match="share"):
+        halfbyte.verify(tmp_path, sample=sample)
+
+
+def test_a_sample_is_not_measured(tmp_path):
+    with pytest.raises(UsageError, match="sample"):
+        halfbyte.verify(tmp_path, against=tmp_path, sample=0.1)
+
+
+def test_the_command_line_does_not_claim_that_all_was_read(tmp_path):
+    path = large(tmp_path)
+    ran = call("verify", path, "--sample")
+    assert (ran.rc, ran.stderr) == (0, "")
+    assert re.search(r"read 1\.\d kB, a sample of 1\.07 %, at", ran.stdout)
+    assert not re.search("^sound", ran.stdout, re.M)
+    assert "nothing wrong in the sample: 0 errors" in ran.stdout
+    assert "sample" not in call("verify", path).stdout
+    document = call("verify", path, "--sample", "--json").document
+    assert (document["sample"], document["ok"]) == (0.01, True)
+    assert 0.01 < document["share"] < 0.02
+    ran = call("verify", large(tmp_path, ((0, 0), 0x7F)), "--sample")
+    assert ran.rc == 1
+    assert "NOT SOUND: 1 error" in ran.stdout
 
 
 def test_exit_codes(tmp_path):

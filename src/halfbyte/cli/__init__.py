@@ -16,7 +16,7 @@ import click
 from halfbyte import __version__
 from halfbyte.errors import HalfbyteError, UsageError
 
-VERBS = ("inspect", "verify", "quantize", "convert", "dequantize", "doctor")
+VERBS = ("inspect", "verify", "diff", "quantize", "convert", "dequantize", "doctor")
 """In the order of the help text."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -42,9 +42,9 @@ def cli() -> None:
     """Open, prove, quantize and convert NVFP4 weights.
 
     \b
-    Exit status: 0 sound or done; 1 verify found an error; 2 wrong use or
-    unreadable input, nothing written; 3 needs hardware or an extra;
-    130 interrupted, nothing written.
+    Exit status: 0 sound or done; 1 verify found an error or diff a
+    difference; 2 wrong use or unreadable input, nothing written; 3 needs
+    hardware or an extra; 130 interrupted, nothing written.
     """
 
 
