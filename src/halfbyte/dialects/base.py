@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, Literal
 
@@ -43,6 +44,19 @@ class Headers:
     metadata: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     quant: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def by_suffix(self) -> dict[str, list[Stored]]:
+        """The tensors by what follows the last dot of their names."""
+        found: dict[str, list[Stored]] = {}
+        for tensor in self.tensors.values():
+            found.setdefault(tensor.name.rpartition(".")[2], []).append(tensor)
+        return found
+
+    def beside(self, tensor: Stored, suffix: str) -> Stored | None:
+        """The tensor of that suffix in the same module, or None."""
+        module = tensor.name.rpartition(".")[0]
+        return self.tensors.get(f"{module}.{suffix}" if module else suffix)
 
 
 @dataclass(frozen=True)
@@ -274,13 +288,13 @@ def swizzled_mark(headers: Headers) -> str | None:
     """What tells that block scales are swizzled and the high nibble comes first, as ComfyUI stores them, or None."""
     if "_quantization_metadata" in headers.metadata:
         return "metadata _quantization_metadata"
-    for tensor in headers.tensors.values():
-        if tensor.name.endswith(".comfy_quant"):
-            return f"tensor {tensor.name}"
-        # Without a marker: scales padded to 128 rows and 4 columns, which is the shape of the swizzled form.
-        scales = headers.tensors.get(f"{tensor.name}_scale")
-        if tensor.name.endswith(".weight") and tensor.dtype == "U8" and len(tensor.shape) == 2 and scales is not None:
-            n, k = tensor.shape[0], tensor.shape[1] * 2
+    for tensor in headers.by_suffix.get("comfy_quant", ()):
+        return f"tensor {tensor.name}"
+    # Without a marker: scales padded to 128 rows and 4 columns, which is the shape of the swizzled form.
+    for scales in headers.by_suffix.get("weight_scale", ()):
+        codes = headers.beside(scales, "weight")
+        if codes is not None and codes.dtype == "U8" and len(codes.shape) == 2:
+            n, k = codes.shape[0], codes.shape[1] * 2
             padded = (-(-n // 128) * 128, -(-k // 64) * 4)
             if scales.shape == padded != (n, k // 16):
                 return f"padded block scales {scales.name}"

@@ -57,11 +57,10 @@ class CompressedTensors(Dialect):
     }
 
     def claims(self, headers: Headers) -> str | None:
-        found = next(
-            (name for name in headers.tensors if name.rpartition(".")[2] in ("weight_packed", "weight_global_scale")),
-            None,
-        )
-        return f"tensor {found}" if found else None
+        for suffix in ("weight_packed", "weight_global_scale"):
+            for tensor in headers.by_suffix.get(suffix, ()):
+                return f"tensor {tensor.name}"
+        return None
 
     def claims_config(self, headers: Headers) -> bool:
         return quant_section(headers).get("quant_method") == "compressed-tensors"

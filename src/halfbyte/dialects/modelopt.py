@@ -64,8 +64,8 @@ class ModelOpt(Dialect):
     }
 
     def claims(self, headers: Headers) -> str | None:
-        found = next((name for name in headers.tensors if name.rpartition(".")[2] == "weight_scale_2"), None)
-        return f"tensor {found}" if found and not swizzled_mark(headers) else None
+        found = headers.by_suffix.get("weight_scale_2")
+        return f"tensor {found[0].name}" if found and not swizzled_mark(headers) else None
 
     def claims_config(self, headers: Headers) -> bool:
         method = quant_section(headers).get("quant_method")

@@ -55,6 +55,8 @@ def chosen(
 ) -> tuple[list[Module], list[Finding]]:
     """The modules that ``include`` (or all) selects and ``exclude`` does not, and findings for idle patterns."""
     wanted, unwanted = Patterns(include), Patterns(exclude)
+    if not wanted and not unwanted:
+        return list(modules), []
     both = [(m, wanted.first(m.name), unwanted.first(m.name)) for m in modules]
     return [m for m, yes, no in both if (yes or not wanted) and not no], idle(wanted, unwanted)
 
