@@ -154,7 +154,7 @@ class Checkpoint:
         self.require_readable()
         inside = {"codes", "data", "scales", "scale", "scale2", "input_scale", "pre_scale"}
         for module in self.modules:
-            quantized = module.kind in ("nvfp4", "fp8", "mxfp4")
+            quantized = module.kind in ("nvfp4", "fp8")
             if quantized:
                 yield module.name, self.load(module)
             for role, tensor in module.roles.items():
@@ -170,7 +170,7 @@ class Checkpoint:
                 got=self.evidence,
                 expected="ModelOpt or compressed-tensors",
             )
-        stack = next((m for m in self.modules if m.kind in ("nvfp4", "mxfp4") and len(m.shape) != 2), None)
+        stack = next((m for m in self.modules if m.kind == "nvfp4" and len(m.shape) > 2), None)
         loose = stack.main if stack else _expert_stack(self.tensors)
         if loose is not None:
             raise UnreadDialectError(
@@ -188,13 +188,18 @@ class Checkpoint:
         taken = {Path(s.file).name for s in self.shards} | {"config.json", "hf_quant_config.json"}
         found = []
         for parent, folders, files in os.walk(self.path):
-            folders[:] = sorted(f for f in folders if not f.startswith("."))
+            folders[:] = sorted(f for f in folders if not f.startswith(".") and not holds_weights(Path(parent, f)))
             for name in sorted(files):
                 relative = Path(parent, name).relative_to(self.path)
                 weights = name.endswith((".safetensors", ".safetensors.index.json"))
                 if not (len(relative.parts) == 1 and (name in taken or weights)) and not name.startswith(".halfbyte"):
                     found.append(relative)
         return found
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether a subdirectory is a checkpoint of its own, which is not part of the one around it."""
+    return any(folder.glob("*.safetensors"))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -265,12 +270,27 @@ def _from_hub(name: str) -> Path:
         import huggingface_hub as hub
     except ImportError:
         raise MissingExtraError("huggingface_hub", "hf", f"opening {name} from the hub") from None
+    reason = ""
     for local in (True, False):
         try:
-            return Path(hub.snapshot_download(name, local_files_only=local, ignore_patterns=_NOT_NEEDED))
+            folder = Path(hub.snapshot_download(name, local_files_only=local, ignore_patterns=_NOT_NEEDED))
+            if not local or _is_whole(folder):
+                return folder
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise FormatError("neither a local path nor a repository that the hub gives", file=name, got=reason)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a cached copy holds its weights, and not just the configs that somebody asked for."""
+    try:
+        file = _index_of(folder)
+        named = (
+            set(_weight_map(read_json(file), file).values()) if file else {f.name for f in folder.glob("*.safetensors")}
+        )
+    except FormatError:
+        return False
+    return bool(named) and all((folder / name).is_file() for name in named)
 
 
 def _shard_files(root: Path, table: dict[str, str] | None, findings: list[Finding]) -> list[Path]:

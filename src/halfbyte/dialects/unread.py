@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from halfbyte.dialects.base import Dialect, Headers, is_mx, swizzled_mark
+from halfbyte.dialects.base import BYTES, Dialect, Headers, is_mx, swizzled_mark
 
 
 class Unread(Dialect):
@@ -62,7 +62,7 @@ def _mxfp4(headers: Headers) -> str | None:
     for scales in headers.by_suffix.get("weight_scale", ()):
         if scales.dtype in ("U8", "F8_E8M0"):
             for codes in (headers.beside(scales, "weight_packed"), headers.beside(scales, "weight")):
-                if codes is not None and codes.dtype == "U8" and is_mx(codes, scales):
+                if codes is not None and codes.dtype in BYTES and is_mx(codes, scales):
                     return f"tensor {scales.name}"
     return None
 
