@@ -9,7 +9,8 @@ import sys
 
 def main() -> None:
     """Import the command line and run it; Ctrl-C in the meantime is one line, too."""
-    signal.signal(signal.SIGINT, _stop)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _stop)
     from halfbyte.cli import main as run
 
     run()

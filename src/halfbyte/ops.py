@@ -19,7 +19,7 @@ from halfbyte.kernels import KERNELS, Call, Kernel
 from halfbyte.kernels.base import Library
 from halfbyte.layouts import Layout, Packed, parse
 from halfbyte.numerics import Array, is_torch
-from halfbyte.weight import Weight, float_dtype
+from halfbyte.weight import Weight, dtype_name, float_dtype
 
 __all__ = ["Plan", "linear", "pack", "plan", "unpack"]
 
@@ -37,6 +37,8 @@ def pack(weight: Weight, layout: Layout | str = "rows") -> Packed:
         LayoutError: an unknown layout, or a shape or value that it cannot hold.
         WeightError: a null weight.
     """
+    if not isinstance(weight, Weight):
+        raise UsageError("not a weight", got=type(weight).__name__, expected="a Weight; see halfbyte.quantize")
     return (parse(layout) if isinstance(layout, str) else layout).pack(weight)
 
 
@@ -95,7 +97,7 @@ def plan(
     dtype: Any = "bfloat16",
     device: Any = "cpu",
     out_dtype: Any = None,
-    library: Library = "torch",
+    library: Library | None = None,
 ) -> Plan:
     """Which kernel would compute a call, and why; runs nothing.
 
@@ -106,7 +108,7 @@ def plan(
         dtype: of the activations: "float32", "bfloat16", "float16" or a torch dtype.
         device: such as "cpu" or "cuda:0".
         out_dtype: of the result; by default ``dtype``.
-        library: "torch" or "numpy".
+        library: "torch" or "numpy"; by default that of the weight's arrays.
 
     Raises:
         UsageError: an argument that cannot be meant.
@@ -125,7 +127,7 @@ def plan(
         dtype=_checked_dtype(dtype, "dtype"),
         out_dtype=_checked_dtype(dtype if out_dtype is None else out_dtype, "out_dtype"),
         device=str(device).split(":")[0],
-        library=library,
+        library=library or ("torch" if is_torch(packed.buffers()["codes"]) else "numpy"),
         bias=False,
     )
     kernel, why = _choose(call)
@@ -188,12 +190,14 @@ def linear(x: Array, w: Packed | Weight, bias: Array | None = None, *, out_dtype
 
     def run(x: Array) -> Array:
         out = _empty((call.rows, n), call.out_dtype, x)
-        if call.rows:
+        if not k:
+            out[...] = 0 if bias is None else bias
+        elif call.rows:
             kernel.launch(_contiguous(x.reshape(call.rows, k)), buffers, bias, out)
         return out.reshape(*lead, n)
 
     if is_torch(x) and _wants_gradient(x, bias):
-        return _without_gradient()(x, run)
+        return _without_gradient()(x, bias, run)
     return run(x)
 
 
@@ -276,7 +280,7 @@ def _check_beside(a: Array, what: str, x: Array) -> None:
 
 
 def _checked_dtype(dtype: Any, what: str) -> str:
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if name not in DTYPES:
         raise UsageError(f"{what} is unknown", got=name, expected=" or ".join(DTYPES))
     return name
@@ -322,14 +326,14 @@ def _wants_gradient(x: Array, bias: Array | None) -> bool:
 
 
 @functools.cache
-def _without_gradient() -> Callable[[Array, Callable[[Array], Array]], Array]:
+def _without_gradient() -> Callable[[Array, Array | None, Callable[[Array], Array]], Array]:
     """A torch function that runs forward and raises in backward, instead of cutting the graph in silence."""
     import torch
 
     class WithoutGradient(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Array, run: Callable[[Array], Array]) -> Array:
-            return run(x)
+        def forward(ctx: Any, x: Array, bias: Array | None, run: Callable[[Array], Array]) -> Array:
+            return run(x)  # bias is an argument so that its wish for a gradient counts, too
 
         @staticmethod
         def backward(ctx: Any, *gradients: Array) -> Any:
@@ -337,5 +341,5 @@ def _without_gradient() -> Callable[[Array, Callable[[Array], Array]], Array]:
                 "halfbyte.linear has no gradient", hint="run the model under torch.no_grad(), or detach its output"
             )
 
-    apply: Callable[[Array, Callable[[Array], Array]], Array] = WithoutGradient.apply
+    apply: Callable[[Array, Array | None, Callable[[Array], Array]], Array] = WithoutGradient.apply
     return apply

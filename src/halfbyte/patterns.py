@@ -74,7 +74,7 @@ class Patterns:
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        self.patterns = list(patterns)
+        self.patterns = list(dict.fromkeys(p.removesuffix(".weight") for p in patterns))
         self._used: set[int] = set()
         self._literal: dict[str, int] = {}
         self._rules: list[tuple[int, re.Pattern[str]]] = []

@@ -61,6 +61,8 @@ class _Immutable:
 class Weight(_Immutable):
     """An NVFP4 weight: ``W[n, k] = e2m1(code) * e4m3(scale) * scale2``.
 
+    Its arrays share memory with those it was made from, and are read-only views of them.
+
     Args:
         codes: (*E, N, ceil(K/16) * 8) u8, two codes a byte, even k in the low nibble.
         scales: (*E, N, G) u8 or float8_e4m3fn, the E4M3FN block scales.
@@ -182,7 +184,7 @@ class Weight(_Immutable):
         fields = {name: getattr(self, name) for name in ("codes", "scales", "scale2", "input_scale", "pre_scale", "k")}
         return Weight(**(fields | changes))
 
-    def dequantize(self, dtype: str = "float32") -> Array:
+    def dequantize(self, dtype: Any = "float32") -> Array:
         """The values, (*E, N, K).
 
         The product of code and block scale is exact; scale2 multiplies it once in f32; ``dtype``
@@ -409,7 +411,7 @@ class Fp8Weight(_Immutable):
         """ "tensor", "row" or "block"."""
         return "block" if self.block else "tensor" if prod(self.scale.shape) == 1 else "row"
 
-    def dequantize(self, dtype: str = "float32") -> Array:
+    def dequantize(self, dtype: Any = "float32") -> Array:
         """The values, (N, K): one f32 product, rounded to ``dtype``."""
         values = decode_e4m3(self.data)
         scale = self.scale
@@ -433,24 +435,32 @@ class DenseWeight:
         """The shape of the data."""
         return tuple(self.data.shape)
 
-    def dequantize(self, dtype: str = "float32") -> Array:
+    def dequantize(self, dtype: Any = "float32") -> Array:
         """The values in ``dtype``."""
         return _cast(self.data, dtype)
 
 
-def float_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of "float32", "bfloat16" or "float16"; others raise WeightError."""
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype given as text, as torch's or as NumPy's."""
+    if isinstance(dtype, str) or type(dtype).__module__ == "torch":
+        return str(dtype).removeprefix("torch.")
+    return str(np.dtype(dtype).name)
+
+
+def float_dtype(dtype: Any) -> np.dtype[Any]:
+    """The NumPy dtype of float32, bfloat16 or float16, by name or as anybody's dtype; others raise WeightError."""
+    name = dtype_name(dtype)
     if name not in _FLOATS:
         raise WeightError("unknown dtype", got=repr(name), expected=" or ".join(_FLOATS))
     return _FLOATS[name]
 
 
-def _cast(values: Array, dtype: str) -> Array:
+def _cast(values: Array, dtype: Any) -> Array:
     numpy_dtype = float_dtype(dtype)
     if is_torch(values):
         import torch
 
-        return values.to(getattr(torch, dtype))
+        return values.to(getattr(torch, dtype_name(dtype)))
     with np.errstate(over="ignore"):
         return values.astype(numpy_dtype, copy=False)
 
@@ -523,6 +533,8 @@ def _normal_input(value: Any, experts: tuple[int, ...], like: Array) -> Array:
 
 
 def _checked_pre_scale(pre_scale: Array, k: int, like: Array) -> Array:
+    if not hasattr(pre_scale, "shape") or "float" not in str(pre_scale.dtype):
+        raise WeightError("pre_scale is not an array of floats", got=type(pre_scale).__name__)
     if is_torch(pre_scale) != is_torch(like):
         raise WeightError("pre_scale and codes are of two libraries")
     if tuple(pre_scale.shape) != (k,):
@@ -601,9 +613,12 @@ def _to_common_scale2(parts: Sequence[Weight]) -> tuple[list[Weight], Array]:
     """Round the block scales of all parts to the largest scale2, which is also returned; warns with the error."""
     plain = [p.numpy() for p in parts]
     largest = np.max([p.scale2.max(axis=-2, keepdims=True) for p in plain if p.n], axis=0)
+    if any((p.scale2 < 0).any() for p in plain):
+        raise WeightError("a negative scale2 has no common one")
     rounded, wrong, total = [], 0.0, 0.0
     for part in plain:
-        scales = encode_e4m3(decode_e4m3(part.scales) * (part.scale2 / largest))
+        ratio = np.divide(part.scale2, largest, out=np.ones_like(part.scale2 + largest), where=largest != 0)
+        scales = encode_e4m3(decode_e4m3(part.scales) * ratio)
         new = part.replace(scales=scales, scale2=largest)
         before = part.dequantize().astype(np.float64)
         wrong += float(np.square(new.dequantize() - before).sum())

@@ -825,9 +825,11 @@ def test_two_tensors_of_one_name(tmp_path):
         src / "model.safetensors",
         tensors | {"a.weight_scale_2": np.float32(1), "a.weight_packed": np.zeros(3, np.uint8)},
     )
-    with pytest.raises(HalfbyteError):
-        convert(src, tmp_path / "out", CT)
-    assert leftovers(tmp_path) == ["src"]
+    for to in (CT, MODELOPT):
+        with contextlib.suppress(HalfbyteError):
+            assert not halfbyte.convert(src, tmp_path / to, to=to).ok, "carried as it is, and named"
+            assert tensors_of(tmp_path / to) == tensors_of(src)
+    assert set(leftovers(tmp_path)) <= {"src", CT, MODELOPT}
 
 
 def test_the_source_is_never_written_to(tmp_path):
@@ -859,14 +861,24 @@ def test_a_target_that_holds_the_source_is_not_replaced(tmp_path, verb):
     assert leftovers(tmp_path) == ["models"]
 
 
-def test_onto_itself_with_force(tmp_path):
-    """The new checkpoint is whole before the old one goes."""
+@pytest.mark.parametrize("force", [False, True])
+def test_onto_itself(tmp_path, force):
+    """The source is never replaced by what is made of it."""
     src = make_dense(tmp_path / "src")
-    before = weights(src)
-    convert(src, src, CT, force=True)
-    after = weights(src)
-    assert all(after[n].same(w) for n, w in before.items())
+    before = listing(src)
+    with pytest.raises(HalfbyteError, match="the target is or holds the source"):
+        convert(src, src, CT, force=force)
+    assert listing(src) == before
     assert leftovers(tmp_path) == ["src"]
+
+
+@pytest.mark.parametrize("inside", [".git", "src"])
+def test_force_replaces_no_other_directory(tmp_path, inside):
+    src = make_dense(tmp_path / "from")
+    (tmp_path / "project" / inside).mkdir(parents=True)
+    (tmp_path / "project" / inside / "work").write_text("mine")
+    check_failure(call("convert", src, tmp_path / "project", "--to", CT, "--force"), 2, "--force replaces nothing else")
+    assert (tmp_path / "project" / inside / "work").read_text() == "mine"
 
 
 def test_dry_run(tmp_path):

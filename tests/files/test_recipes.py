@@ -403,15 +403,17 @@ def test_given_scale2(like, scale2, rng):
 
 
 @every
-def test_given_scale2_has_room_to_the_midpoint(like):
-    """A wanted scale of 464 rounds to 448 as E4M3FN does; what is above would not be finite."""
-    x = np.full((1, 16), 464 * 6, np.float32)
+def test_given_scale2_has_room_to_2688(like):
+    """What is above would come back smaller; amax / 2688 itself, rounded, must fit."""
+    x = np.full((1, 16), 448 * 6, np.float32)
     w = quantize(x, like=like, scale2=1.0)
     assert (w.scales[0, 0], w.codes[0, 0]) == (0x7E, 0x77)
-    x[0, 3] = np.nextafter(x[0, 3], np.float32(np.inf)) * np.float32(1 + 2 * U32)
+    for amax in np.random.default_rng(0).lognormal(0, 3, 200).astype(np.float32):
+        quantize(np.full((1, 16), amax, np.float32), like=like, scale2=amax / np.float32(2688))
+    x[0, 3] = 2689
     error = refusal(x, like=like, scale2=1.0)
     assert error.index == [0, 0]
-    assert str(error).startswith("a block needs a larger scale than scale2 leaves room for at [0, 0]: got 464.0")
+    assert str(error).startswith("a block needs a larger scale than scale2 leaves room for at [0, 0]: got 448.16")
     assert str(error).endswith(", expected at most 448; pass a larger scale2 (amax / 2688), or none")
 
 

@@ -344,16 +344,17 @@ class TestPlan:
     packed = pack(random_weight(576, 1536))
 
     def test_it_names_the_kernel_and_why_others_declined(self):
-        chosen = plan("linear", self.packed, rows=16)
+        chosen = plan("linear", self.packed, rows=16, library="torch")
         assert isinstance(chosen, Plan)
         assert chosen.kernel == "reference-torch"
         assert chosen.refusals == (("reference-numpy", "takes NumPy arrays, not torch tensors"),)
         assert (chosen.bytes, chosen.flops) == (linear_cost(chosen.call).bytes, 2 * 16 * 576 * 1536)
         assert chosen.extra_bytes == 0
-        assert plan("linear", self.packed, rows=16, library="numpy").kernel == "reference-numpy"
+        assert plan("linear", self.packed, rows=16).kernel == "reference-numpy"
+        assert plan("linear", self.packed.to("cpu"), rows=16).kernel == "reference-torch"
 
     def test_it_prints_as_a_table(self):
-        assert str(plan("linear", self.packed, rows=16, out_dtype="float32")).splitlines() == [
+        assert str(plan("linear", self.packed, rows=16, out_dtype="float32", library="torch")).splitlines() == [
             "op                   linear N=576 K=1536 M=16, layout rows",
             "arrays               torch on cpu, bfloat16 to float32",
             "kernel               reference-torch (first in the table that accepts)",
@@ -392,7 +393,7 @@ class TestPlan:
     def test_nothing_accepts(self):
         experts = pack(Weight.stack([random_weight(16, 16)] * 2))
         with pytest.raises(NoKernelError) as caught:
-            plan("linear", experts, rows=1)
+            plan("linear", experts, rows=1, library="torch")
         assert str(caught.value) == (
             "no kernel computes linear with layout rows, shape (2, 16, 16), M=1, bfloat16, torch on cpu: "
             "reference-torch: takes one matrix (N, K), not expert axes (2,); "

@@ -54,7 +54,7 @@ def _of_another_kind(checkpoint: Checkpoint, stem: str) -> bool:
 
 def quantized(checkpoint: Checkpoint) -> list[Module]:
     """The modules whose weight is quantized."""
-    return [m for m in checkpoint.modules if m.kind in ("nvfp4", "fp8", "mxfp4")]
+    return [m for m in checkpoint.modules if m.kind in ("nvfp4", "fp8")]
 
 
 def linear_modules(checkpoint: Checkpoint) -> dict[str, str]:
@@ -91,9 +91,9 @@ def _config_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
         layer = layer_of(module.name, module_class(module.name, len(module.shape)) or "Linear")
         tensor = module.main.name if module.main else module.name
         if layer is None:
-            yield Finding("HB202", tensor, got=module.kind, expected="unquantized", hint="the tensors count")
+            yield Finding("HB202", tensor, got=module.kind, expected="unquantized", hint="the tensors decide")
         elif layer.kind != module.kind:
-            yield Finding("HB204", tensor, got=module.kind, expected=layer.kind, hint="the tensors count")
+            yield Finding("HB204", tensor, got=module.kind, expected=layer.kind, hint="the tensors decide")
         elif layer.static_input:
             wants_input["input_scale" in module.roles].append(module)
         elif layer.static_input is False and "input_scale" in module.roles:
@@ -103,13 +103,16 @@ def _config_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
         for module in wants_input[False]:
             tensor = module.main.name if module.main else module.name
             yield Finding(
-                "HB111", tensor, expected=module.member("input_scale"), hint="calibrate again, or serve as W4A16"
+                "HB111",
+                tensor,
+                expected=module.member(checkpoint.dialect.suffixes["nvfp4"]["input_scale"]),
+                hint="calibrate again, or serve as W4A16",
             )
     elif wants_input[False]:
         yield Finding("HB112", got=f"{len(wants_input[False])} modules", hint="this is a W4A16 checkpoint")
-    for name, cls in linear_modules(checkpoint).items():
+    for name, cls in linear_modules(checkpoint).items() if modules else ():
         layer = layer_of(name, cls)
-        if layer is not None and modules:
+        if layer is not None:
             hint = "add it to the list of ignored modules: engines look for its scales"
             yield Finding("HB203", f"{name}.weight", got="dense", expected=layer.kind, hint=hint)
     yield from _kv_findings(checkpoint)

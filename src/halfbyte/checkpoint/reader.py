@@ -154,7 +154,7 @@ class Checkpoint:
         self.require_readable()
         inside = {"codes", "data", "scales", "scale", "scale2", "input_scale", "pre_scale"}
         for module in self.modules:
-            quantized = module.kind in ("nvfp4", "fp8", "mxfp4")
+            quantized = module.kind in ("nvfp4", "fp8")
             if quantized:
                 yield module.name, self.load(module)
             for role, tensor in module.roles.items():
@@ -170,7 +170,7 @@ class Checkpoint:
                 got=self.evidence,
                 expected="ModelOpt or compressed-tensors",
             )
-        stack = next((m for m in self.modules if m.kind in ("nvfp4", "mxfp4") and len(m.shape) != 2), None)
+        stack = next((m for m in self.modules if m.kind == "nvfp4" and len(m.shape) > 2), None)
         loose = stack.main if stack else _expert_stack(self.tensors)
         if loose is not None:
             raise UnreadDialectError(
@@ -188,13 +188,18 @@ class Checkpoint:
         taken = {Path(s.file).name for s in self.shards} | {"config.json", "hf_quant_config.json"}
         found = []
         for parent, folders, files in os.walk(self.path):
-            folders[:] = sorted(f for f in folders if not f.startswith("."))
+            folders[:] = sorted(f for f in folders if not f.startswith(".") and not holds_weights(Path(parent, f)))
             for name in sorted(files):
                 relative = Path(parent, name).relative_to(self.path)
                 weights = name.endswith((".safetensors", ".safetensors.index.json"))
                 if not (len(relative.parts) == 1 and (name in taken or weights)) and not name.startswith(".halfbyte"):
                     found.append(relative)
         return found
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether a subdirectory is a checkpoint of its own, which is not part of the one around it."""
+    return any(folder.glob("*.safetensors"))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -207,8 +212,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     root = _locate(os.fspath(path))
     findings: list[Finding] = []
     folder = root if root.is_dir() else root.parent
-    files = _shard_files(root, findings)
-    shards = tuple(read_header(str(file)) for file in files)
+    file = _index_of(root) if root.is_dir() else None
+    index = read_json(file) if file else None
+    table = _weight_map(index, file) if index is not None and file else None
+    files = _shard_files(root, table, findings)
+    shards = tuple(read_header(str(shard)) for shard in files)
     tensors: dict[str, Stored] = {}
     for shard in shards:
         for tensor in shard.tensors:
@@ -217,8 +225,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
                     "a tensor lies in two shards", file=shard.file, tensor=tensor.name, got=tensors[tensor.name].file
                 )
             tensors[tensor.name] = tensor
-    if root.is_dir():
-        _check_index(root, shards, tensors, findings)
+    if index is not None:
+        _check_index(index, tensors, findings)
     config, quant = (read_json(folder / name) for name in ("config.json", "hf_quant_config.json"))
     metadata = {k: v for shard in shards for k, v in shard.metadata.items()}
     headers = Headers(tensors, metadata, config, quant)
@@ -262,24 +270,38 @@ def _from_hub(name: str) -> Path:
         import huggingface_hub as hub
     except ImportError:
         raise MissingExtraError("huggingface_hub", "hf", f"opening {name} from the hub") from None
+    reason = ""
     for local in (True, False):
         try:
-            return Path(hub.snapshot_download(name, local_files_only=local, ignore_patterns=_NOT_NEEDED))
+            folder = Path(hub.snapshot_download(name, local_files_only=local, ignore_patterns=_NOT_NEEDED))
+            if not local or _is_whole(folder):
+                return folder
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise FormatError("neither a local path nor a repository that the hub gives", file=name, got=reason)
 
 
-def _shard_files(root: Path, findings: list[Finding]) -> list[Path]:
+def _is_whole(folder: Path) -> bool:
+    """Whether a cached copy holds its weights, and not just the configs that somebody asked for."""
+    try:
+        file = _index_of(folder)
+        named = (
+            set(_weight_map(read_json(file), file).values()) if file else {f.name for f in folder.glob("*.safetensors")}
+        )
+    except FormatError:
+        return False
+    return bool(named) and all((folder / name).is_file() for name in named)
+
+
+def _shard_files(root: Path, table: dict[str, str] | None, findings: list[Finding]) -> list[Path]:
     if not root.is_dir():
         return [_checked_file(root)]
-    index = _index_of(root)
     files = sorted(root.glob("*.safetensors"))
-    if index is not None:
-        named = sorted(set(_weight_map(index).values()))
+    if table is not None:
+        named = sorted(set(table.values()))
         missing = next((name for name in named if not (root / name).is_file()), None)
         if missing is not None:
-            raise FormatError("the index names a shard that is not there", file=str(index), got=missing)
+            raise FormatError("the index names a shard that is not there", file=str(_index_of(root)), got=missing)
         findings += [Finding("HB132", got=f.name, hint="it is not read") for f in files if f.name not in named]
         return [root / name for name in named]
     if files:
@@ -324,14 +346,15 @@ def _unpickle(name: str) -> str:
     return f"pickled files can run code and are never opened; convert it where you trust it: {command}"
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    table = read_json(index).get("weight_map")
+def _weight_map(index: dict[str, Any], file: Path) -> dict[str, str]:
+    table = index.get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
-        raise FormatError("the index has no weight_map of names to files", file=str(index))
-    for tensor, name in table.items():
-        if name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name or "\0" in name:
+        raise FormatError("the index has no weight_map of names to files", file=str(file))
+    bad = {n for n in set(table.values()) if n != os.path.basename(n) or n in ("", ".", "..") or "\\" in n or "\0" in n}
+    for tensor, name in table.items() if bad else ():
+        if name in bad:
             raise FormatError(
-                "the index names a file outside the directory", file=str(index), tensor=tensor, got=repr(name)
+                "the index names a file outside the directory", file=str(file), tensor=tensor, got=repr(name)
             )
     return table
 
@@ -344,18 +367,16 @@ def _expert_stack(tensors: dict[str, Stored]) -> Stored | None:
     return None
 
 
-def _check_index(root: Path, shards: tuple[Header, ...], tensors: dict[str, Stored], findings: list[Finding]) -> None:
-    index = _index_of(root)
-    if index is None:
-        return
-    table = _weight_map(index)
+def _check_index(index: dict[str, Any], tensors: dict[str, Stored], findings: list[Finding]) -> None:
+    table: dict[str, str] = index["weight_map"]
+    base_name = {file: os.path.basename(file) for file in {t.file for t in tensors.values()}}
     for name, file in table.items():
         held = tensors.get(name)
-        if held is None or Path(held.file).name != file:
-            got = "in no shard" if held is None else f"in {Path(held.file).name}"
+        if held is None or base_name[held.file] != file:
+            got = "in no shard" if held is None else f"in {base_name[held.file]}"
             findings.append(Finding("HB130", name, got=got, expected=file))
-    findings += [Finding("HB131", name, got=Path(t.file).name) for name, t in tensors.items() if name not in table]
-    metadata = read_json(index).get("metadata")
+    findings += [Finding("HB131", name, got=base_name[t.file]) for name, t in tensors.items() if name not in table]
+    metadata = index.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     actual = sum(t.nbytes for t in tensors.values())
     if total is not None and total != actual:

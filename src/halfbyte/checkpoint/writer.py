@@ -75,7 +75,11 @@ class Shard:
             offset += nbytes
         self._missing, self._lock = set(self.tensors), threading.Lock()
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._write(header, 0)
+        try:
+            self._write(header, 0)
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, name: str, array: Any) -> None:
         """Write the bytes of ``array`` as tensor ``name``."""
@@ -103,7 +107,8 @@ class Shard:
             else:
                 ranges.append([there.start, here.start, here.nbytes])
         for there_start, here_start, count in ranges:
-            copy_range(source, self._fd, there_start, here_start, count, done)
+            with _naming(self.file):
+                copy_range(source, self._fd, there_start, here_start, count, done)
 
     def finish(self, metadata: dict[str, str] | None = None) -> None:
         """Sync and close; every tensor must have been written. ``metadata`` is added to the header's."""
@@ -114,7 +119,8 @@ class Shard:
             if len(header) - 8 != self._room:
                 raise FormatError("the header has outgrown its room", file=str(self.file))
             self._write(header, 0)
-        os.fsync(self._fd)
+        with _naming(self.file):
+            os.fsync(self._fd)
         self.close()
 
     def close(self) -> None:
@@ -132,36 +138,47 @@ class Shard:
 
     def _write(self, data: Any, offset: int) -> None:
         view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
-        while len(view):
-            written = os.pwrite(self._fd, view, offset)
-            view, offset = view[written:], offset + written
+        with _naming(self.file):
+            while len(view):
+                written = os.pwrite(self._fd, view, offset)
+                view, offset = view[written:], offset + written
 
 
 def copy_range(source: int, target: int, start: int, offset: int, count: int, done: Callable[[int], None]) -> None:
-    """Copy ``count`` bytes between files, in the kernel where it can.
+    """Copy ``count`` bytes between files, in the kernel where it can; where that fails in any way, through a buffer.
 
     Raises:
-        FormatError: the source ends before.
+        FormatError: the source ends before, or cannot be read.
+        OSError: of the target.
     """
     in_kernel = hasattr(os, "copy_file_range")
     while count:
-        step = min(count, _COPY_STEP)
-        copied = -1
+        copied = 0
         if in_kernel:
+            # Two file systems, a filter of system calls, a file system without it: it declines in many ways.
+            with contextlib.suppress(OSError):
+                copied = os.copy_file_range(source, target, min(count, _COPY_STEP), start, offset)
+            in_kernel = copied > 0
+        if not copied:
             try:
-                copied = os.copy_file_range(source, target, step, start, offset)
+                data = os.pread(source, min(count, 1 << 20), start)
             except OSError as error:
-                # Two file systems, or one that cannot: through a buffer instead.
-                if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-                    raise
-                in_kernel = False
-        if copied < 0:
-            data = os.pread(source, min(step, 1 << 20), start)
-            copied = os.pwrite(target, data, offset) if data else 0
-        if copied == 0:
-            raise FormatError("the file became shorter while it was read", got=f"no byte at {start}")
+                raise FormatError("cannot read the file", got=error.strerror) from None
+            if not data:
+                raise FormatError("the file became shorter while it was read", got=f"no byte at {start}")
+            copied = os.pwrite(target, data, offset)
         start, offset, count = start + copied, offset + copied, count - copied
         done(copied)
+
+
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Give an OSError of a descriptor the name of its file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
 
 
 @dataclass
@@ -270,12 +287,24 @@ def check_target(target: Path, force: bool, source: Path | None = None) -> None:
         return
     if not target.is_dir() or target.is_symlink():
         raise TargetError("the target exists and is not a directory", file=str(target), hint="choose another name")
-    if source is not None and target.resolve() in source.resolve().parents:
-        raise TargetError("the target holds the source", file=str(target), hint="choose another name")
+    if source is not None and target.resolve() in (source.resolve(), *source.resolve().parents):
+        raise TargetError("the target is or holds the source", file=str(target), hint="choose another name")
+    if force and _is_something_else(target):
+        raise TargetError(
+            "the target is not a checkpoint, and --force replaces nothing else",
+            file=str(target),
+            hint="choose another name",
+        )
     if not force and any(target.iterdir()):
         raise TargetError(
             "the target exists", file=str(target), hint="choose another name, or pass --force to replace it"
         )
+
+
+def _is_something_else(folder: Path) -> bool:
+    """Whether a directory is a repository, or holds directories and no weights: not what anybody means to replace."""
+    weights = any(folder.glob("*.safetensors"))
+    return (folder / ".git").exists() or (not weights and any(path.is_dir() for path in folder.iterdir()))
 
 
 @contextlib.contextmanager

@@ -52,15 +52,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status; every failure is one line on stderr (or one JSON object)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for number in _SIGNALS:
-        signal.signal(number, _interrupt)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup a hang-up stays ignored
+            signal.signal(number, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name that the locale cannot spell is no reason to fail
     try:
         code = _invoke(arguments)
-    except BrokenPipeError:
-        _drop_stdout()  # its reader has gone, and needs no more
-        code = 0
     except BaseException as error:
         if not isinstance(error, Exception | KeyboardInterrupt) or os.environ.get("HALFBYTE_DEBUG"):
             raise
@@ -73,13 +71,18 @@ def _invoke(arguments: list[str]) -> int:
         with cli.make_context("halfbyte", list(arguments)) as context:
             cli.invoke(context)
         code = 0
+    except BrokenPipeError:  # the reader of the help has gone
+        code = 0
     except click.exceptions.Exit as done:
         code = done.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         code = 2
-    if sys.stdout is not None:
-        sys.stdout.flush()
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_stdout()  # its reader has gone, and needs no more; the verdict stays
     return code
 
 

@@ -82,7 +82,8 @@ def progress(label: str, quiet: bool) -> Iterator[Callable[[int, int], None] | N
             nonlocal last
             if time.monotonic() - last > _LINE_EVERY:
                 last = time.monotonic()
-                print(f"{label}: {size(done)} of {size(total)}", file=sys.stderr)
+                with contextlib.suppress(OSError):  # nobody listens
+                    print(f"{label}: {size(done)} of {size(total)}", file=sys.stderr)
 
         yield line
 
@@ -103,12 +104,13 @@ def size(count: float) -> str:
 
 def show(report: Report, as_json: bool, quiet: bool, render: Callable[[Report, Console], None]) -> None:
     """Print a report: as JSON, or rendered on stdout with its findings on stderr."""
-    if as_json:
-        print(json.dumps(report.json()))
-        return
-    if not quiet:
-        render(report, console())
-    show_findings(report)
+    with contextlib.suppress(BrokenPipeError):  # a reader that has gone does not change the verdict
+        if as_json:
+            print(json.dumps(report.json()))
+            return
+        if not quiet:
+            render(report, console())
+        show_findings(report)
 
 
 def show_findings(report: Report) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +21,7 @@ from halfbyte.numerics import BLOCK, reciprocal
 from halfbyte.stored import FLOATS, Stored
 from halfbyte.weight import DenseWeight, Fp8Weight, Weight
 
-Kind = Literal["nvfp4", "fp8", "mxfp4", "dense", "none"]
+Kind = Literal["nvfp4", "fp8", "dense", "none"]
 Read = Callable[[Stored], Any]
 """Gives the array of a stored tensor."""
 
@@ -43,6 +44,19 @@ class Headers:
     metadata: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     quant: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def by_suffix(self) -> dict[str, list[Stored]]:
+        """The tensors by what follows the last dot of their names."""
+        found: dict[str, list[Stored]] = {}
+        for tensor in self.tensors.values():
+            found.setdefault(tensor.name.rpartition(".")[2], []).append(tensor)
+        return found
+
+    def beside(self, tensor: Stored, suffix: str) -> Stored | None:
+        """The tensor of that suffix in the same module, or None."""
+        module = tensor.name.rpartition(".")[0]
+        return self.tensors.get(f"{module}.{suffix}" if module else suffix)
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ class Module:
         main = self.main
         if main is None:
             return ()
-        packed = self.kind in ("nvfp4", "mxfp4") and main.dtype != "F4" and main.shape
+        packed = self.kind == "nvfp4" and main.dtype != "F4" and main.shape
         return (*main.shape[:-1], main.shape[-1] * 2) if packed else main.shape
 
     def member(self, suffix: str) -> str:
@@ -183,9 +197,11 @@ class Dialect:
             # Bytes with other companions are INT8 or of another library; bytes alone lack their scales.
             fp8_scales = scales is not None and scales.dtype in ("F8_E4M3", "F8_E8M0", "U8")
             alone = codes.dtype != "I8" and not set(group) - {"weight", "weight_packed", "bias"}
-            if fp8_scales or scale2 is not None or alone:
-                return "mxfp4" if scales is not None and is_mx(codes, scales) else "nvfp4"
-            return "none"
+            if scales is not None and is_mx(codes, scales):
+                return "none"
+            return "nvfp4" if fp8_scales or scale2 is not None or alone else "none"
+        if codes is not None and scale2 is not None and codes.dtype not in FLOATS:
+            return "nvfp4"  # of the wrong dtype, which structure reports
         if weight is None:
             return "none"
         if weight.dtype == "F8_E4M3":
@@ -215,9 +231,9 @@ class Dialect:
             return Weight(codes=get["codes"], scales=get["scales"], pre_scale=get.get("pre_scale"), **scalars)
         if module.kind == "fp8":
             refuse_companions(module, set(), "cannot be read as a plain weight")
-            scale, block = get["scale"].astype(np.float32), fp8_block(module)
-            if block is not None:
-                scale = scale.reshape(_fp8_scales(*module.shape)[5])
+            scale, block = get["scale"].astype(np.float32), None
+            if fp8_granularity(module) == "block":
+                scale, block = scale.reshape(_fp8_scales(*module.shape)["block"][-1]), (128, 128)
             return Fp8Weight(data=get["data"], scale=scale, block=block, input_scale=get.get("input_scale"))
         return DenseWeight(get["data"])
 
@@ -274,13 +290,13 @@ def swizzled_mark(headers: Headers) -> str | None:
     """What tells that block scales are swizzled and the high nibble comes first, as ComfyUI stores them, or None."""
     if "_quantization_metadata" in headers.metadata:
         return "metadata _quantization_metadata"
-    for tensor in headers.tensors.values():
-        if tensor.name.endswith(".comfy_quant"):
-            return f"tensor {tensor.name}"
-        # Without a marker: scales padded to 128 rows and 4 columns, which is the shape of the swizzled form.
-        scales = headers.tensors.get(f"{tensor.name}_scale")
-        if tensor.name.endswith(".weight") and tensor.dtype == "U8" and len(tensor.shape) == 2 and scales is not None:
-            n, k = tensor.shape[0], tensor.shape[1] * 2
+    for tensor in headers.by_suffix.get("comfy_quant", ()):
+        return f"tensor {tensor.name}"
+    # Without a marker: scales padded to 128 rows and 4 columns, which is the shape of the swizzled form.
+    for scales in headers.by_suffix.get("weight_scale", ()):
+        codes = headers.beside(scales, "weight")
+        if codes is not None and codes.dtype == "U8" and len(codes.shape) == 2:
+            n, k = codes.shape[0], codes.shape[1] * 2
             padded = (-(-n // 128) * 128, -(-k // 64) * 4)
             if scales.shape == padded != (n, k // 16):
                 return f"padded block scales {scales.name}"
@@ -301,7 +317,8 @@ def structure(module: Module) -> list[Finding]:
             found.append(Finding("HB114", scale.name, got=str(scale), expected="F32"))
         elif len(main.shape) != 2:
             found.append(Finding("HB114", main.name, got=str(main), expected="FP8 with two axes"))
-        elif scale.shape not in (allowed := _fp8_scales(*main.shape)):
+        elif all(scale.shape not in shapes for shapes in _fp8_scales(*main.shape).values()):
+            allowed = (shape for shapes in _fp8_scales(*main.shape).values() for shape in reversed(shapes))
             need = " or ".join(str(list(shape)) for shape in allowed)
             found.append(Finding("HB109", scale.name, got=list(scale.shape), expected=need))
     found += [
@@ -318,6 +335,8 @@ def _nvfp4_structure(module: Module, codes: Stored) -> list[Finding]:
         return [Finding("HB101", codes.name, got=str(codes), expected=module.member("weight_scale"))]
     if len(module.shape) < 2:
         return [Finding("HB102", codes.name, got=str(codes), expected="codes with two axes")]
+    if codes.dtype not in BYTES:
+        return [Finding("HB114", codes.name, got=str(codes), expected="U8")]
     *experts, n, k = module.shape
     if k % BLOCK:
         found.append(Finding("HB102", codes.name, got=f"K = {k}", expected=f"a multiple of {BLOCK}"))
@@ -348,16 +367,20 @@ def _nvfp4_structure(module: Module, codes: Stored) -> list[Finding]:
     return found
 
 
-def _fp8_scales(n: int, k: int) -> list[tuple[int, ...]]:
-    """The shapes that a scale of an (n, k) FP8 weight can have: per tensor, per row, per block of 128x128."""
+def _fp8_scales(n: int, k: int) -> dict[str, list[tuple[int, ...]]]:
+    """Granularity -> the shapes that the scale of an (n, k) FP8 weight can have, the plainest last."""
     blocks = (-(-n // 128), -(-k // 128))
-    return [(), (1,), (1, 1), (n,), (n, 1), blocks, (blocks[0], 1, blocks[1], 1)]
+    return {
+        "tensor": [(1, 1), (1,), ()],
+        "row": [(n, 1), (n,)],
+        "block": [(blocks[0], 1, blocks[1], 1), blocks],
+    }
 
 
-def fp8_block(module: Module) -> tuple[int, int] | None:
-    """(128, 128) for an FP8 module with block scales, else None."""
-    shapes = _fp8_scales(*module.shape)
-    return (128, 128) if module.roles["scale"].shape not in shapes[:5] else None
+def fp8_granularity(module: Module) -> str:
+    """ "tensor", "row" or "block" (of 128x128), by the shape of the scale of a sound FP8 module."""
+    scale = module.roles["scale"].shape
+    return next(name for name, shapes in _fp8_scales(*module.shape).items() if scale in shapes)
 
 
 def refuse_broken(module: Module) -> None:

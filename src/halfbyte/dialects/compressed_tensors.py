@@ -18,7 +18,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from halfbyte.dialects.base import Dialect, Facts, Headers, Kind, Layer, Module, dicts_of, quant_section, strings_of
+from halfbyte.dialects.base import (
+    Dialect,
+    Facts,
+    Headers,
+    Kind,
+    Layer,
+    Module,
+    dicts_of,
+    fp8_granularity,
+    quant_section,
+    strings_of,
+)
 from halfbyte.errors import FormatError
 from halfbyte.patterns import Patterns, module_class
 
@@ -52,16 +63,14 @@ class CompressedTensors(Dialect):
             **_BESIDE,
         },
         "fp8": {"data": "weight", "scale": "weight_scale", "input_scale": "input_scale", **_BESIDE},
-        "mxfp4": {"codes": "weight_packed", "scales": "weight_scale", **_BESIDE},
         "dense": {"data": "weight", **_BESIDE},
     }
 
     def claims(self, headers: Headers) -> str | None:
-        found = next(
-            (name for name in headers.tensors if name.rpartition(".")[2] in ("weight_packed", "weight_global_scale")),
-            None,
-        )
-        return f"tensor {found}" if found else None
+        for suffix in ("weight_packed", "weight_global_scale"):
+            for tensor in headers.by_suffix.get(suffix, ()):
+                return f"tensor {tensor.name}"
+        return None
 
     def claims_config(self, headers: Headers) -> bool:
         return quant_section(headers).get("quant_method") == "compressed-tensors"
@@ -134,10 +143,8 @@ def _scheme(module: Module) -> dict[str, Any]:
         weights, fmt = dict(_NVFP4), "nvfp4-pack-quantized"
         inputs = _NVFP4 | {"dynamic": "local", "observer": "static_minmax"} if "input_scale" in module.roles else None
     else:
-        scales = module.roles["scale"].shape
-        n = module.shape[0]
-        per_tensor = scales in ((), (1,), (1, 1))
-        strategy = "tensor" if per_tensor else "channel" if scales in ((n,), (n, 1)) else "block"
+        granularity = fp8_granularity(module)
+        strategy = "channel" if granularity == "row" else granularity
         weights, fmt = _FP8 | {"strategy": strategy, "dynamic": False}, "float-quantized"
         if strategy == "block":
             weights["block_structure"] = [128, 128]

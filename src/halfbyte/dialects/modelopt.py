@@ -28,11 +28,13 @@ from halfbyte.dialects.base import (
     Layer,
     Module,
     dicts_of,
+    fp8_granularity,
     nested_section,
     quant_section,
     strings_of,
     swizzled_mark,
 )
+from halfbyte.errors import FormatError
 from halfbyte.patterns import Patterns, module_class, spellings
 
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
@@ -59,13 +61,12 @@ class ModelOpt(Dialect):
             **_BESIDE,
         },
         "fp8": {"data": "weight", "scale": "weight_scale", "input_scale": "input_scale", **_BESIDE},
-        "mxfp4": {"codes": "weight", "scales": "weight_scale", **_BESIDE},
         "dense": {"data": "weight", **_BESIDE},
     }
 
     def claims(self, headers: Headers) -> str | None:
-        found = next((name for name in headers.tensors if name.rpartition(".")[2] == "weight_scale_2"), None)
-        return f"tensor {found}" if found and not swizzled_mark(headers) else None
+        found = headers.by_suffix.get("weight_scale_2")
+        return f"tensor {found[0].name}" if found and not swizzled_mark(headers) else None
 
     def claims_config(self, headers: Headers) -> bool:
         method = quant_section(headers).get("quant_method")
@@ -93,7 +94,11 @@ class ModelOpt(Dialect):
 
     def config(self, facts: Facts) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         algos = {name: _algo(module) for name, module in facts.quantized.items()}
-        kv = facts.kv if facts.kv in ("FP8", "NVFP4") else None
+        if facts.kv not in (None, "FP8", "NVFP4"):
+            raise FormatError(
+                "a KV cache of this format has no place in ModelOpt", got=facts.kv, expected="FP8 or NVFP4"
+            )
+        kv = facts.kv
         groups: dict[str, list[str]] = {}
         for name, algo in algos.items():
             groups.setdefault(algo, []).append(name)
@@ -118,9 +123,7 @@ class ModelOpt(Dialect):
             inner["quantized_layers"] = layers
         else:
             inner |= ({"group_size": 16} if named and "NVFP4" in named else {}) | {"exclude_modules": ignore}
-        if not mixed and any(
-            "Embedding" == module_class(n, len(m.shape)) == "Embedding" for n, m in facts.quantized.items()
-        ):
+        if not mixed and any(module_class(n, len(m.shape)) == "Embedding" for n, m in facts.quantized.items()):
             section["nvfp4_embed"] = inner["nvfp4_embed"] = True  # vLLM's key
         return section, {"hf_quant_config.json": {"producer": dict(_PRODUCER), "quantization": inner}}
 
@@ -145,12 +148,7 @@ def _algo(module: Module) -> str:
         if "pre_scale" in module.roles:
             return "NVFP4_AWQ"
         return "NVFP4" if "input_scale" in module.roles else "W4A16_NVFP4"
-    if module.kind == "mxfp4":
-        return "MXFP4"
-    scales = module.roles["scale"].shape
-    if scales in ((), (1,), (1, 1)):
-        return "FP8"
-    return "FP8_PER_CHANNEL_PER_TOKEN" if max(scales) == module.shape[0] else "FP8_PB_WO"
+    return {"tensor": "FP8", "row": "FP8_PER_CHANNEL_PER_TOKEN", "block": "FP8_PB_WO"}[fp8_granularity(module)]
 
 
 def _group(algo: str) -> dict[str, Any]:

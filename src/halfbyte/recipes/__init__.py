@@ -59,6 +59,8 @@ def quantize(
             rank that is not listed, or a block above 2688 x scale2.
         UsageError: an unknown recipe or peer.
     """
+    if not hasattr(dense, "dtype"):
+        raise QuantizeError("not an array", got=type(dense).__name__, expected="a NumPy array or a torch tensor")
     if is_torch(dense):
         if str(dense.dtype).removeprefix("torch.") not in {dtype.name for dtype in _SOURCES}:
             raise _not_dense(dense)

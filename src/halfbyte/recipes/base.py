@@ -96,7 +96,7 @@ def refuse_overflow(scales: F32) -> None:
     Raises:
         QuantizeError: with the first block.
     """
-    limit = 464.0  # above the midpoint of 448 and what would follow it, rounding saturates
+    limit = E4M3_MAX * (1 + 2.0**-22)  # amax / 2688, rounded, may leave a quotient an ulp or two above 448
     if scales.size and scales.max() > limit:
         row, block = (int(i) for i in np.argwhere(scales > limit)[0])
         raise QuantizeError(

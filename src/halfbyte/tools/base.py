@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from halfbyte.checkpoint.reader import Checkpoint
+from halfbyte.checkpoint.reader import Checkpoint, holds_weights
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard
 from halfbyte.dialects import Module
 from halfbyte.errors import FormatError, UsageError
@@ -55,6 +55,8 @@ def chosen(
 ) -> tuple[list[Module], list[Finding]]:
     """The modules that ``include`` (or all) selects and ``exclude`` does not, and findings for idle patterns."""
     wanted, unwanted = Patterns(include), Patterns(exclude)
+    if not wanted and not unwanted:
+        return list(modules), []
     both = [(m, wanted.first(m.name), unwanted.first(m.name)) for m in modules]
     return [m for m, yes, no in both if (yes or not wanted) and not no], idle(wanted, unwanted)
 
@@ -113,10 +115,12 @@ def write_side_files(
     section: Mapping[str, Any] | None,
     extra: Mapping[str, Mapping[str, Any]],
     other_weights: bool = True,
+    dtype: str | None = None,
 ) -> list[dict[str, str]]:
     """Carry the other files and write config.json with the given ``quantization_config``.
 
-    ``other_weights=False`` leaves out the same weights in other formats, which the result replaces.
+    ``other_weights=False`` leaves out the same weights in other formats, which the result replaces; ``dtype``
+    becomes the one of config.json.
 
     Returns:
         One entry {"file", "action", "reason"} for each file.
@@ -130,6 +134,8 @@ def write_side_files(
         listed.append({"file": str(name), "action": "copied", "reason": "not a weight"})
     if checkpoint.config or section is not None:
         config = without_quantization(checkpoint.config)
+        if dtype is not None:
+            config = _with_dtype(config, dtype) | ({} if "torch_dtype" in config else {"dtype": dtype})
         if section is not None:
             config["quantization_config"] = dict(section)
         writer.json("config.json", config)
@@ -153,8 +159,12 @@ def dropped_files(checkpoint: Checkpoint) -> list[dict[str, str]]:
     strays = [str(f.got) for f in checkpoint.findings if f.code == "HB132"]
     listed = [{"file": name, "action": "dropped", "reason": "not in the index"} for name in strays]
     folder = checkpoint.path if checkpoint.path.is_dir() else None
-    links = sorted(p.name for p in folder.iterdir() if p.is_symlink() and p.is_dir()) if folder else []
-    return listed + [{"file": name, "action": "dropped", "reason": "a link to a directory"} for name in links]
+    for path in sorted(folder.iterdir()) if folder else ():
+        if path.is_dir() and path.is_symlink():
+            listed.append({"file": path.name, "action": "dropped", "reason": "a link to a directory"})
+        elif path.is_dir() and holds_weights(path):
+            listed.append({"file": path.name, "action": "dropped", "reason": "a checkpoint of its own"})
+    return listed
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,6 +174,18 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
         key: without_quantization(value) if isinstance(value, dict) else value
         for key, value in config.items()
         if key not in gone
+    }
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A copy of config.json in which every dtype, also of nested models, is ``dtype``."""
+    return {
+        key: dtype
+        if key in ("dtype", "torch_dtype")
+        else _with_dtype(value, dtype)
+        if isinstance(value, dict)
+        else value
+        for key, value in config.items()
     }
 
 

@@ -20,7 +20,7 @@ from halfbyte.dialects.base import refuse_broken
 from halfbyte.errors import FormatError, UsageError
 from halfbyte.findings import Report, in_order
 from halfbyte.numerics import reciprocal
-from halfbyte.stored import Stored
+from halfbyte.stored import Stored, byte_count
 from halfbyte.tools.base import (
     CHUNK,
     Meter,
@@ -93,13 +93,13 @@ def convert(
             "from": source.name,
             "to": target.name,
             "tensors": [_listed(o) for o in outputs],
-            "bytes_out": sum(o.source.nbytes for o in outputs),
+            "bytes_out": sum(byte_count(o.stored.dtype, o.stored.shape) for o in outputs),
         }
         if dry_run:
             return Report("convert", findings, facts | {"dry_run": True, "shards": len(shards), "peak_bytes": 64 << 20})
         verbatim = same and limit is None
         with CheckpointWriter(Path(dst), force) as writer:
-            meter = Meter(facts["bytes_out"] * (2 if prove else 1), progress)
+            meter = Meter(sum(o.source.nbytes for o in outputs) * (2 if prove else 1), progress)
 
             def write(name: str, members: list[Output]) -> None:
                 metadata = _metadata(checkpoint, members, originals)
@@ -222,10 +222,9 @@ def _metadata(checkpoint: Checkpoint, outputs: list[Output], originals: Mapping[
 
 def _carry_all(writer: CheckpointWriter, checkpoint: Checkpoint, shards: bool, meter: Meter) -> list[dict[str, str]]:
     """Carry every file: the configs and, with ``shards``, the weights and their index."""
-    names = checkpoint.carried_files()
-    if checkpoint.path.is_dir():
-        names += [Path(n) for n in ("config.json", "hf_quant_config.json") if (checkpoint.path / n).is_file()]
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    names = checkpoint.carried_files()
+    names += [Path(n) for n in ("config.json", "hf_quant_config.json") if (folder / n).is_file()]
     if shards:
         names += [Path(Path(shard.file).name) for shard in checkpoint.shards]
         names += [checkpoint.index] if checkpoint.index else []
@@ -248,11 +247,11 @@ def _prove(checkpoint: Checkpoint, result: Path, meter: Meter) -> int:
     except FormatError as error:
         raise FormatError(f"the proof failed: {error.message}", tensor=error.tensor, got=error.got) from None
     with other:
-        theirs = {m.name: m for m in other.modules}
+        theirs = {(m.kind, m.name): m for m in other.modules}
         compared = 0
         for module in checkpoint.modules:
-            twin = theirs.pop(module.name, None)
-            if twin is None or twin.kind != module.kind or set(twin.roles) != set(module.roles):
+            twin = theirs.pop((module.kind, module.name), None)
+            if twin is None or set(twin.roles) != set(module.roles):
                 got = None if twin is None else f"{twin.kind}: {', '.join(twin.roles)}"
                 raise FormatError("the proof failed: a module is not as in the source", tensor=module.name, got=got)
             for role, mine in module.roles.items():
@@ -275,7 +274,7 @@ def _prove(checkpoint: Checkpoint, result: Path, meter: Meter) -> int:
             if companions:
                 raise FormatError("the proof failed: the result holds more than the source", tensor=min(companions))
         if theirs:
-            raise FormatError("the proof failed: the result holds more than the source", tensor=min(theirs))
+            raise FormatError("the proof failed: the result holds more than the source", tensor=min(theirs)[1])
         return compared
 
 

@@ -42,7 +42,9 @@ def dequantize_checkpoint(
     Args:
         src: a directory, a file, or a hub name.
         dst: the directory to make.
-        dtype: "float32", "bfloat16" or "float16"; by default that of config.json, or bfloat16.
+        dtype: of the weights that were quantized: "float32", "bfloat16" or "float16"; by default that of
+            config.json, or bfloat16. Dense tensors stay as they are; a dtype that is asked for goes into
+            config.json, by which loaders cast.
         max_shard_size: such as "5GB".
         force: replace ``dst`` if it exists.
         dry_run: plan and sizes; writes nothing.
@@ -73,10 +75,11 @@ def dequantize_checkpoint(
         listed: list[dict[str, str]] = []
         outputs: list[Stored] = []
         for module in checkpoint.modules:
-            if module.name in modules:
+            inside = module.kind != "none" and module.name in modules
+            if inside:
                 outputs.append(dense[module.name])
             for role, tensor in module.roles.items():
-                action, reason = _fate(role if module.name in modules else _kv_role(tensor))
+                action, reason = _fate(role if inside else _kv_role(tensor))
                 listed.append({"tensor": tensor.name, "action": action, "reason": reason})
                 if action == "copied":
                     outputs.append(tensor)
@@ -107,7 +110,7 @@ def dequantize_checkpoint(
                     jobs + copy_jobs(checkpoint, shard, [(t.name, t) for t in tensors if t.file], meter), threads, meter
                 )
                 shard.finish()
-            facts["files"] = write_side_files(writer, checkpoint, None, {}, False)
+            facts["files"] = write_side_files(writer, checkpoint, None, {}, False, name if dtype else None)
             facts["bytes_on_disk"] = directory_bytes(writer.seal())
             writer.commit()
         facts["seconds"] = round(time.perf_counter() - started, 3)

@@ -76,7 +76,7 @@ def _kind(module: Module) -> str:
 
 
 def _kinds(modules: list[Module]) -> list[str]:
-    order = ["nvfp4", "fp8", "mxfp4", "dense", "other"]
+    order = ["nvfp4", "fp8", "dense", "other"]
     return [kind for kind in order if any(_kind(m) == kind for m in modules)]
 
 

@@ -138,9 +138,8 @@ def _choose(
         elif module.main is not None:
             skipped.append({"name": module.main.name, "reason": reason})
     if not chosen:
-        raise UsageError(
-            "there is no weight to quantize", file=str(checkpoint.path), hint="see halfbyte inspect, or pass --targets"
-        )
+        hint = "see halfbyte inspect" if wanted else "see halfbyte inspect, or name targets"
+        raise UsageError("there is no weight to quantize", file=str(checkpoint.path), hint=hint)
     return chosen, skipped
 
 
@@ -150,14 +149,15 @@ def _reason_to_skip(module: Module, targets: Patterns, ignore: Patterns) -> str 
     cls = module_class(module.name, len(module.shape))
     if cls is None:
         return "not a matrix"
+    pattern, target = ignore.first(module.name, cls), targets.first(module.name, cls)
     if module.main is not None and module.main.dtype not in FLOATS:
         return f"dtype {module.main.dtype}"
-    if pattern := ignore.first(module.name, cls):
+    if pattern:
         return f"ignored by {pattern}"
     if module.shape[1] % BLOCK:
         return f"K = {module.shape[1]} is not a multiple of {BLOCK}"
     if targets:
-        return None if targets.first(module.name, cls) else "not a target"
+        return None if target else "not a target"
     if cls == "Embedding":
         return "embedding"
     if is_head(module.name):
@@ -213,19 +213,12 @@ class _Plan:
 
     def findings(self, chosen: Mapping[str, Module]) -> list[Finding]:
         """Parts that engines fuse, quantized with different scale2."""
-        found = []
-        for parts in {id(p): p for p in _shared(chosen).values()}.values():
-            values = {float(self._scales[m.name].scale2) for m in parts}
-            if len(values) > 1:
-                found.append(
-                    Finding(
-                        "HB110",
-                        self._names(parts[0])["scale2"].name,
-                        got=f"{len(values)} values in {len(parts)} parts",
-                        hint="pass --share-scale2 for engines that fuse them",
-                    )
-                )
-        return found
+        groups = {id(p): p for p in _shared(chosen).values()}.values()
+        unequal = sum(len({float(self._scales[m.name].scale2) for m in parts}) > 1 for parts in groups)
+        if not unequal:
+            return []
+        hint = "pass --share-scale2 for engines that fuse them"
+        return [Finding("HB110", got=f"{unequal} of {len(groups)} fused layers (q/k/v, gate/up)", hint=hint)]
 
     def peak_bytes(self, chosen: Mapping[str, Module], threads: int) -> int:
         """An estimate of the memory that the arrays need at their peak."""
