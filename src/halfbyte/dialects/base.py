@@ -231,9 +231,7 @@ class Dialect:
             return Weight(codes=get["codes"], scales=get["scales"], pre_scale=get.get("pre_scale"), **scalars)
         if module.kind == "fp8":
             refuse_companions(module, set(), "cannot be read as a plain weight")
-            scale, block = get["scale"].astype(np.float32), None
-            if fp8_granularity(module) == "block":
-                scale, block = scale.reshape(_fp8_scales(*module.shape)["block"][-1]), (128, 128)
+            scale, block = fp8_scale(module, get["scale"].astype(np.float32))
             return Fp8Weight(data=get["data"], scale=scale, block=block, input_scale=get.get("input_scale"))
         return DenseWeight(get["data"])
 
@@ -381,6 +379,13 @@ def fp8_granularity(module: Module) -> str:
     """ "tensor", "row" or "block" (of 128x128), by the shape of the scale of a sound FP8 module."""
     scale = module.roles["scale"].shape
     return next(name for name, shapes in _fp8_scales(*module.shape).items() if scale in shapes)
+
+
+def fp8_scale(module: Module, scale: Any) -> tuple[Any, tuple[int, int] | None]:
+    """The scale of an FP8 module in the shape that Fp8Weight takes, and its block."""
+    if fp8_granularity(module) != "block":
+        return scale, None
+    return scale.reshape(_fp8_scales(*module.shape)["block"][-1]), (128, 128)
 
 
 def refuse_broken(module: Module) -> None:

@@ -14,8 +14,7 @@ import numpy as np
 
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
 from halfbyte.dialects import Module
-from halfbyte.dialects.base import fp8_block, refuse_broken
-from halfbyte.errors import UnreadDialectError
+from halfbyte.dialects.base import fp8_scale, refuse_broken
 from halfbyte.findings import Finding, Report, in_order
 from halfbyte.numerics import BLOCK, decode_e2m1, decode_e4m3
 from halfbyte.stored import DTYPE_BITS, Stored, as_array
@@ -192,7 +191,6 @@ class _Values:
 
         Raises:
             FormatError: tensors that do not form one.
-            UnreadDialectError: a kind that is not read yet.
         """
         module, checkpoint = side.module, side.checkpoint
         refuse_broken(module)
@@ -201,10 +199,8 @@ class _Values:
             scale2 = side.meaning("scale2")
             parts = (main, module.roles["scales"])
             return cls(checkpoint, main, shape, parts, partial(_nvfp4, scale2), ("nvfp4", scale2.tobytes()), BLOCK)
-        if module.kind == "mxfp4":
-            raise UnreadDialectError("MXFP4 is recognised and not read yet", file=main.file, tensor=main.name)
         if module.kind == "fp8":
-            scale, block = side.meaning("scale"), fp8_block(module)
+            scale, block = fp8_scale(module, side.meaning("scale"))
             reads = ("fp8", block, scale.tobytes())
             return cls(checkpoint, main, shape, (main,), partial(_fp8, shape[1], scale, block), reads)
         return cls.plain(checkpoint, main)
@@ -245,7 +241,7 @@ def _fp8(k: int, scale: Any, block: tuple[int, int] | None, pieces: list[Any], s
     row, column = np.divmod(np.arange(start, start + values.size), k)
     if block is not None:
         row = row // block[0] * -(-k // block[1]) + column // block[1]
-    return values * scale[row]
+    return values * scale.reshape(-1)[row]
 
 
 def _plain(dtype: str, pieces: list[Any], start: int) -> Any:
