@@ -57,7 +57,6 @@ __all__ = [
     "inspect",
     "layouts",
     "linear",
-    "nn",
     "open",
     "pack",
     "plan",
@@ -68,7 +67,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from halfbyte import errors, layouts, nn
+    from halfbyte import errors, layouts
+    from halfbyte import nn as nn  # not in __all__: a star import must not need torch
     from halfbyte.checkpoint.reader import Checkpoint
     from halfbyte.checkpoint.reader import open_checkpoint as open  # noqa: A004 - torch and safetensors say open too
     from halfbyte.errors import HalfbyteError

@@ -151,6 +151,16 @@ EXPLANATIONS: Final[dict[str, str]] = {
         "asserts that it is the same, vLLM warns and takes the largest; ModelOpt writes one, computed over the group. "
         "W4A16 is not affected. Calibrate again with an exporter that shares the scale."
     ),
+    "HB126": (
+        "Engines join q/k/v and gate/up into one product, which has one format. Here one part is quantized and another "
+        "is dense or of another kind, so an engine that joins them refuses the checkpoint or reads one part as the "
+        "other. Quantize all parts of the layer or none: ignore patterns should name the whole group."
+    ),
+    "HB127": (
+        "Nearly all layers have this module, and this layer has its neighbours but not the module itself. An export, a "
+        "merge or a copy has lost it. Models whose layers differ on purpose leave out the whole block, which is not "
+        "reported. Compare with the original checkpoint and export it again."
+    ),
     "HB130": (
         "The index (model.safetensors.index.json) lists a tensor that is not in the shard it names, so a reader that "
         "goes by the index does not find it. A shard was replaced or cut, or the index is of another version of the "
@@ -177,6 +187,11 @@ EXPLANATIONS: Final[dict[str, str]] = {
         "tool that wrote it, or start from the original model."
     ),
     # config
+    "HB135": (
+        "A directory with several safetensors files needs model.safetensors.index.json, by which loaders find the "
+        "tensors; without it transformers and the engines load one file or none. halfbyte reads all files of the "
+        "directory. Write the index again: halfbyte convert to the same dialect with --max-shard-size does."
+    ),
     "HB201": (
         "The tensors are quantized and config.json has no quantization_config, so an engine takes the checkpoint for a "
         "dense one: packed codes have half the width, and scales are tensors that it does not know. Restore the "
@@ -226,6 +241,16 @@ EXPLANATIONS: Final[dict[str, str]] = {
         "the config says of them was not compared with the tensors. Correct the pattern and verify again."
     ),
     # options
+    "HB210": (
+        "NVFP4 has one block scale for 16 values; the shapes of the codes and scales in this file say so, too. The "
+        "config names another group size, so an engine that believes it computes the wrong shapes or takes the file "
+        "for another format, MXFP4 for instance. Correct the config, or let halfbyte convert write it."
+    ),
+    "HB211": (
+        "config.json states how many layers the model has, and the file holds tensors of fewer. A shard or its entries "
+        "in the index are missing, or the config belongs to another model. Engines refuse the checkpoint, or leave "
+        "layers uninitialised. Layers beyond that number, for multi-token prediction, are not reported."
+    ),
     "HB301": (
         "A pattern of `--include` or `--exclude` selects no module, which is usually a slip of the pen; what was meant "
         "to be read or left out was not. `inspect` lists the names of modules. A pattern is a name or the start of "

@@ -39,11 +39,14 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB123": ("error", "KV-cache scale that is zero, negative, Inf or NaN"),
     "HB124": ("warning", "input scales that are the same in all experts of a layer"),
     "HB125": ("warning", "parts that engines fuse have different input scales"),
+    "HB126": ("warning", "fused layer of which one part is quantized and another is not"),
+    "HB127": ("warning", "module that the other layers have and this one lacks"),
     "HB130": ("error", "tensor that the index names and no shard holds"),
     "HB131": ("warning", "tensor that a shard holds and the index does not name"),
     "HB132": ("warning", "shard that the index does not name"),
     "HB133": ("note", "total size in the index that is not the sum of the tensors"),
     "HB134": ("error", "dialect that is recognised and not read yet"),
+    "HB135": ("warning", "several shards and no index"),
     # config
     "HB201": ("warning", "quantized tensors, and a config that does not say so"),
     "HB202": ("warning", "module that the config leaves unquantized, and the file holds quantized"),
@@ -54,6 +57,8 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB207": ("warning", "config that quantizes the KV cache, and no KV scales, or the reverse"),
     "HB208": ("warning", "input scale of a module whose activations the config does not quantize"),
     "HB209": ("warning", "pattern in the config that is not a regular expression"),
+    "HB210": ("warning", "group size in the config that is not the 16 of the tensors"),
+    "HB211": ("warning", "fewer layers than the config says"),
     # options
     "HB301": ("warning", "pattern that selects no module"),
     # diff
@@ -152,6 +157,10 @@ class Report:
     command: str
     findings: tuple[Finding, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        head = f"{self.command}: {'ok' if self.ok else 'NOT OK'}, {len(self.findings)} findings"
+        return "\n".join([head, *map(str, self.findings)])
 
     @property
     def ok(self) -> bool:

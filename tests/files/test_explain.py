@@ -34,7 +34,7 @@ def test_paragraphs(code):
 
 
 NEAR = {
-    "HB126": ("HB123", "HB124", "HB125"),
+    "HB128": ("HB127",),
     "hb10": ("HB101",),
     "103": ("HB103",),
     "NV103": ("HB103",),

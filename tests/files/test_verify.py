@@ -682,7 +682,8 @@ def test_hb202_excluded_and_quantized(tmp_path):
 def test_hb203_quantized_by_the_config_and_dense(tmp_path):
     change = {f"{UP}.{s}": None for s in ("weight_scale", "weight_scale_2")}
     change[f"{UP}.weight"] = floats(*MLP["up_proj"])
-    (finding,) = report(tmp_path, change=change).findings
+    parts, finding = report(tmp_path, change=change).findings
+    assert (parts.code, parts.got) == ("HB126", "gate_proj nvfp4, up_proj dense")
     assert (finding.code, finding.tensor, finding.got, finding.expected) == ("HB203", f"{UP}.weight", "dense", "nvfp4")
 
 
@@ -786,7 +787,7 @@ def test_hb301_a_pattern_that_selects_nothing(tmp_path):
 
 
 def test_every_code_has_a_test():
-    files = ("test_verify.py", "test_reader.py", "test_diff.py", "test_against.py")
+    files = ("test_verify.py", "test_reader.py", "test_diff.py", "test_against.py", "test_likeness.py")
     text = "".join((Path(__file__).parent / name).read_text() for name in files)
     missing = [code for code in CODES if code not in re.findall(r"HB\d+", text)]
     assert not missing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -9,12 +10,15 @@ from typing import Any
 
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.dialects import DIALECTS, Facts, Module
-from halfbyte.dialects.base import kv_format, nested_section, quant_section, structure
+from halfbyte.dialects.base import dicts_of, kv_format, nested_section, quant_section, structure
 from halfbyte.errors import UsageError
 from halfbyte.findings import Finding, capped
 from halfbyte.patterns import fused_group, module_class
 
 READABLE = "ModelOpt or compressed-tensors"
+
+_LAYER = re.compile(r"(.*?\b(?:layers|blocks|h))\.(\d+)\.(.+)")
+"""Name of a module of a numbered layer: (all layers, number, part)."""
 
 _SCALE_NAMES = (
     "weight_scale",
@@ -39,11 +43,48 @@ def header_findings(checkpoint: Checkpoint, every: bool = False) -> list[Finding
             found.append(
                 Finding("HB121", module.name, hint="a quantized weight of that name is missing, or it is dense")
             )
+    found += _layer_findings(checkpoint)
     try:
         found += _config_findings(checkpoint)
     except UsageError as error:  # a pattern
         found.append(Finding("HB209", got=f"{error.got}", hint=error.hint))
     return capped(found, every)
+
+
+def _layer_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """What the layers' likeness shows: parts that are quantized apart, and modules that one layer has lost."""
+    groups: dict[str, dict[str, Module]] = defaultdict(dict)
+    layers: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))  # part -> stem -> layers with it
+    numbers: dict[str, set[str]] = defaultdict(set)
+    neighbours: set[tuple[str, str, str]] = set()
+    for module in checkpoint.modules:
+        if module.main is None:
+            continue
+        if (group := fused_group(module.name)) is not None:
+            groups[group[0]][module.name] = module
+        if (match := _LAYER.fullmatch(module.name)) is not None:
+            stem, number, part = match.groups()
+            numbers[stem].add(number)
+            layers[part][stem].add(number)
+            neighbours.add((stem, number, part.rpartition(".")[0]))
+    for parts in groups.values():
+        kinds = {module.kind for module in parts.values()}
+        if len(kinds) > 1:
+            listed = ", ".join(f"{name.rpartition('.')[2]} {module.kind}" for name, module in sorted(parts.items()))
+            yield Finding("HB126", min(parts), got=listed, expected="one kind")
+    for part, stems in layers.items():
+        for stem, having in stems.items():
+            missing = numbers[stem] - having
+            if len(missing) <= max(1, len(numbers[stem]) // 20) < len(having) and "." in part:
+                for number in sorted(missing, key=int):
+                    if (stem, number, part.rpartition(".")[0]) in neighbours:
+                        yield Finding("HB127", f"{stem}.{number}.{part}", got=f"{len(having)} other layers have it")
+    wanted = checkpoint.config.get("num_hidden_layers")
+    found = max((len(n) for stem, n in numbers.items() if stem.endswith("layers")), default=0)
+    if isinstance(wanted, int) and 0 < found < wanted:
+        yield Finding("HB211", got=found, expected=wanted)
+    if checkpoint.path.is_dir() and len(checkpoint.shards) > 1 and checkpoint.index is None:
+        yield Finding("HB135", got=f"{len(checkpoint.shards)} files")
 
 
 def _of_another_kind(checkpoint: Checkpoint, stem: str) -> bool:
@@ -78,10 +119,13 @@ def _config_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding("HB201", got="no quantization_config", hint="engines will read the weights as dense")
     if modules and section:
         method = section.get("quant_method")
-        if not checkpoint.dialect.claims_config(headers):
+        if not checkpoint.dialect.claims_config(replace(headers, quant={})):
             expected = checkpoint.dialect.name
             yield Finding("HB206", got=f"quant_method {method!r}", expected=expected, hint=checkpoint.evidence)
     yield from _two_files(checkpoint)
+    if any(m.kind == "nvfp4" for m in modules):
+        for size in sorted({s for s in _group_sizes(section) | _group_sizes(nested_section(headers)) if s != 16}):
+            yield Finding("HB210", got=size, expected=16)
     dialect = next((d for d in DIALECTS if d.readable and d.claims_config(headers)), checkpoint.dialect)
     layer_of = dialect.layers(headers)
     if layer_of is None:
@@ -116,6 +160,16 @@ def _config_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
             hint = "add it to the list of ignored modules: engines look for its scales"
             yield Finding("HB203", f"{name}.weight", got="dense", expected=layer.kind, hint=hint)
     yield from _kv_findings(checkpoint)
+
+
+def _group_sizes(section: Mapping[str, Any]) -> set[int]:
+    """The group sizes that a config states for weights of four bits."""
+    sizes = [section.get("group_size")] if "NVFP4" in str(section.get("quant_algo")) else []
+    for group in dicts_of(section.get("config_groups")).values():
+        weights = dicts_of(group).get("weights", {})
+        if weights.get("num_bits") == 4 and weights.get("type") == "float":
+            sizes.append(weights.get("group_size"))
+    return {size for size in sizes if type(size) is int}
 
 
 def _two_files(checkpoint: Checkpoint) -> Iterator[Finding]:

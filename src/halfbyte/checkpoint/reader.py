@@ -33,7 +33,7 @@ _NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack"
 _MAX_JSON = 256 << 20
 
 
-@dataclass
+@dataclass(repr=False)
 class Checkpoint:
     """A checkpoint, opened. Only headers and configs are in memory; arrays are read when asked for.
 
@@ -129,14 +129,32 @@ class Checkpoint:
         """The f32 whose rounded reciprocal ``tensor`` stores, where the shard remembers it and it fits."""
         return self._originals.get(tensor.name)
 
-    def load(self, module: Module) -> Any:
-        """The Weight, Fp8Weight or DenseWeight of a module.
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, {self.dialect_name}, {len(self.tensors)} tensors)"
+
+    def keys(self) -> list[str]:
+        """The names that ``items`` gives and ``load`` takes."""
+        self.require_readable()
+        return [name for name, _, _ in self._entries()]
+
+    def __getitem__(self, name: str) -> Weight | Fp8Weight | DenseWeight:
+        """The same as ``load``."""
+        weight: Weight | Fp8Weight | DenseWeight = self.load(name)
+        return weight
+
+    def load(self, module: Module | str) -> Any:
+        """The Weight, Fp8Weight or DenseWeight of a module, given by itself or by one of ``keys``.
 
         Raises:
-            FormatError: tensors that do not form one.
+            FormatError: no such name, or tensors that do not form a weight.
             UnreadDialectError: a dialect that is not read yet.
         """
         self.require_readable()
+        if isinstance(module, str):
+            for name, owner, tensor in self._entries():
+                if name == module:
+                    return self.load(owner) if tensor is None else DenseWeight(self.read(tensor))
+            raise FormatError("no such weight", file=str(self.path), tensor=module, hint="see keys()")
         return self.dialect.read(module, self.read, self.original)
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
@@ -152,14 +170,19 @@ class Checkpoint:
         Scales and input scales are inside the weights; biases and KV scales come by themselves.
         """
         self.require_readable()
+        for name, module, tensor in self._entries():
+            yield name, self.load(module) if tensor is None else DenseWeight(self.read(tensor))
+
+    def _entries(self) -> Iterator[tuple[str, Module, Stored | None]]:
+        """(name, module, tensor): a whole quantized module has no tensor of its own."""
         inside = {"codes", "data", "scales", "scale", "scale2", "input_scale", "pre_scale"}
         for module in self.modules:
             quantized = module.kind in ("nvfp4", "fp8")
             if quantized:
-                yield module.name, self.load(module)
+                yield module.name, module, None
             for role, tensor in module.roles.items():
                 if not (quantized and role in inside):
-                    yield tensor.name, DenseWeight(self.read(tensor))
+                    yield tensor.name, module, tensor
 
     def require_readable(self) -> None:
         """Raise UnreadDialectError unless the tensors are of a dialect that is read."""

@@ -112,6 +112,8 @@ def _render(report: Report, out: Console) -> None:
         read += f", a sample of {100 * facts['share']:.3g} %,"
     out.print(f"{facts['path']}: {facts['dialect']}, {modules}; {read} at {rate:.2f} GB/s")
     sound = "sound" if facts["sample"] is None else "nothing wrong in the sample"
+    if facts["selected"] < sum(facts["modules"].values()):
+        sound = f"nothing wrong in the {plural(facts['selected'], 'module')} that were read"
     out.print(f"{sound if report.ok else 'NOT SOUND'}: {found}")
     if "against" in facts:
         _render_against(facts, out)

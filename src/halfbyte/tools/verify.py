@@ -79,10 +79,10 @@ def verify(
         progress: told of bytes read.
 
     Returns:
-        A report; its facts are "path", "dialect", "modules" (kind -> number), "bytes", "share" (of all bytes, that
-        was read), "sample" and "seconds". With ``against`` also "against", a list of {"name", "relative", "sqnr" (dB),
-        "worst" [row, block], "worst_relative", "reading" (what explains the error, or None)}, and "against_overall",
-        {"path", "modules", "relative", "sqnr"}.
+        A report; its facts are "path", "dialect", "modules" (kind -> number), "selected" (how many of them were
+        read), "bytes", "share" (of all bytes, that was read), "sample" and "seconds". With ``against`` also
+        "against", a list of {"name", "relative", "sqnr" (dB), "worst" [row, block], "worst_relative", "reading" (what
+        explains the error, or None)}, and "against_overall", {"path", "modules", "relative", "sqnr"}.
 
     Raises:
         UsageError: a sample that is no share or goes with ``against``, or a nibble order or scale layout that is
@@ -103,6 +103,10 @@ def verify(
         scan = _Scan(checkpoint, None if every else CAP, sample)
         scan.found += header_findings(checkpoint, every)
         modules, idle = chosen(checkpoint.modules, include, exclude)
+        if not modules and (include or exclude):
+            raise UsageError(
+                "no module is left to verify", got=", ".join([*include, *exclude]), hint="see halfbyte inspect"
+            )
         scan.found += idle
         scan.meter = Meter(sum(scan.planned(m) for m in modules), progress)
         run([partial(scan.read, module) for module in modules], worker_count(workers), scan.meter)
@@ -119,6 +123,7 @@ def verify(
             "path": str(checkpoint.path),
             "dialect": checkpoint.dialect_name,
             "modules": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+            "selected": sum(m.kind != "none" for m in modules),
             "bytes": scan.meter.done + twins.meter.done,
             "share": scan.meter.done / (sum(t.nbytes for t in checkpoint.tensors.values()) or 1),
             "sample": sample,
