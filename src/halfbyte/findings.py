@@ -112,6 +112,9 @@ class Finding:
 
     def __str__(self) -> str:
         at = f" at {self.index}" if self.index is not None else ""
+        if self.index is not None and self.code in ("HB103", "HB104"):
+            row, block = self.index[-2:]
+            at += f" (row {row}, columns {block * 16}..{block * 16 + 15})"
         got = f": got {self.got}" if self.got is not None else ""
         need = f", expected {self.expected}" if self.expected is not None else ""
         hint = f"; {self.hint}" if self.hint else ""

@@ -66,7 +66,11 @@ def read_header(file: str) -> Header:
         text = handle.read(length)
     if len(text) < length:
         raise FormatError("the file became shorter while it was read", file=file)
-    parsed = parse_json(text, file)
+    try:
+        parsed = parse_json(text, file)
+    except FormatError as error:
+        error.message = error.message.replace("not valid JSON", "the header is not valid JSON")
+        raise
     if not isinstance(parsed, dict):
         raise FormatError("the header is not a JSON object", file=file, got=type(parsed).__name__)
     metadata = parsed.pop(METADATA, {})

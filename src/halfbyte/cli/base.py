@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+DIALECTS = "[modelopt|compressed-tensors]"
+"""The dialects that are written, as help texts show them."""
+
 _LINE_EVERY = 5.0
 """Seconds between progress lines where there is no terminal."""
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from halfbyte.cli.base import pairs, progress, shared_options, show, writing_options, wrote
+from halfbyte.cli.base import DIALECTS, pairs, progress, shared_options, show, writing_options, wrote
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.command("convert")
 @click.argument("src")
 @click.argument("dst")
-@click.option("--to", required=True, help="Dialect to write: modelopt or compressed-tensors.")
+@click.option("--to", required=True, metavar=DIALECTS, help="Dialect to write.")
 @click.option("--prove", is_flag=True, help="Read the result back and compare every weight before it gets its name.")
 @click.option("--max-shard-size", default=None, help="Largest file; by default the shards stay as they are.")
 @writing_options

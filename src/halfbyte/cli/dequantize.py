@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 @click.command("dequantize")
 @click.argument("src")
 @click.argument("dst")
-@click.option("--dtype", default=None, help="float32, bfloat16 or float16; by default that of config.json.")
+@click.option(
+    "--dtype",
+    default=None,
+    metavar="[float32|bfloat16|float16]",
+    help="Of the weights that were quantized; by default that of config.json.",
+)
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Largest file.")
 @writing_options
 @shared_options

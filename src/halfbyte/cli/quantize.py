@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from halfbyte.cli.base import pairs, progress, shared_options, show, size, writing_options, wrote
+from halfbyte.cli.base import DIALECTS, pairs, progress, shared_options, show, size, writing_options, wrote
 from halfbyte.errors import printable
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 @click.command("quantize")
 @click.argument("src")
 @click.argument("dst")
-@click.option("--recipe", default="rtn", show_default=True, help="How scales and codes are chosen.")
-@click.option("--like", default="modelopt", show_default=True, help="Whose bytes: modelopt or compressed-tensors.")
-@click.option("--to", default="modelopt", show_default=True, help="Dialect to write: modelopt or compressed-tensors.")
+@click.option("--recipe", default="rtn", show_default=True, metavar="[rtn]", help="How scales and codes are chosen.")
+@click.option("--like", default="modelopt", show_default=True, metavar=DIALECTS, help="Whose bytes to reproduce.")
+@click.option("--to", default="modelopt", show_default=True, metavar=DIALECTS, help="Dialect to write.")
 @click.option("--targets", multiple=True, metavar="PATTERN", help="Quantize these modules instead of the default.")
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Leave these modules dense.")
 @click.option("--share-scale2", is_flag=True, help="One scale2 for the parts that engines fuse (q/k/v, gate/up).")
@@ -47,7 +47,7 @@ def _render(report: Report, out: Console) -> None:
         reasons.setdefault(entry["reason"], []).append(entry["name"])
     for reason, names in reasons.items():
         # Norms and biases are many and never in doubt; matrices left dense are listed by name.
-        listed = names if reason not in ("not a matrix", "not a weight") else names[:1]
+        listed = names if reason not in ("not a matrix", "not a weight", "not a target") else names[:1]
         for name in listed:
             out.print(printable(f"left as it is: {name} ({reason})"))
         if len(listed) < len(names):

@@ -263,8 +263,10 @@ class _Plan:
 
     def _quantize(self, module: Module, shard: Shard, names: set[str], meter: Meter) -> None:
         stored = self._names(module)
+        scale = self._shared_scale(module) if module.name in self.shared else None
         dense = self._dense(module)
-        scale = self._scale(module, dense)
+        if scale is None:
+            scale = self._scales[module.name] = self.recipe.tensor_scale(self._amax(module, dense), self.like)
         if stored["scale2"].name in names:
             number = np.full(self.target.scalar_shape, self._stored_number(scale), np.float32)
             shard.write(stored["scale2"].name, number)
@@ -284,21 +286,19 @@ class _Plan:
     def _dense(self, module: Module) -> Any:
         return self.checkpoint.read(module.roles["data"])
 
-    def _scale(self, module: Module, dense: Any) -> TensorScale:
-        parts = self.shared.get(module.name)
-        if parts is None:
-            self._scales[module.name] = self.recipe.tensor_scale(self._amax(module, dense), self.like)
-        else:
-            with self._locks[parts[0].name]:
-                if module.name not in self._scales:
-                    amax = max(self._amax(part, dense if part is module else None) for part in parts)
-                    scale = self.recipe.tensor_scale(amax, self.like)
-                    self._scales.update({part.name: scale for part in parts})
+    def _shared_scale(self, module: Module) -> TensorScale:
+        """The scale of the fused layer, from one part after the other; the first part that asks computes it."""
+        parts = self.shared[module.name]
+        with self._locks[parts[0].name]:
+            if module.name not in self._scales:
+                amax = max(self._amax(part, self._dense(part)) for part in parts)
+                scale = self.recipe.tensor_scale(amax, self.like)
+                self._scales.update({part.name: scale for part in parts})
         return self._scales[module.name]
 
-    def _amax(self, module: Module, dense: Any = None) -> np.float32:
+    def _amax(self, module: Module, dense: Any) -> np.float32:
         try:
-            return finite_amax(self._dense(module) if dense is None else dense)
+            return finite_amax(dense)
         except HalfbyteError as error:
             raise self._located(error, module) from None
 
