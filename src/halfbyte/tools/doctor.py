@@ -11,13 +11,11 @@ from typing import Any, Final
 from halfbyte.findings import Report
 
 EXTRAS: Final[dict[str, tuple[str, ...]]] = {
-    "cpu": ("numba",),
     "torch": ("torch",),
-    "cuda": ("torch", "triton"),
-    "hf": ("torch", "transformers", "accelerate", "huggingface_hub"),
+    "hf": ("torch", "transformers", "huggingface_hub"),
     "gguf": ("gguf",),
 }
-"""Extra of halfbyte -> the packages that it brings."""
+"""Extra of halfbyte that something uses -> the packages that it brings."""
 
 _BASE: Final = ("numpy", "ml_dtypes", "click", "rich")
 
