@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from halfbyte.stored import DTYPE_BITS, Stored, byte_count
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
 
+_MAX_INTEGER = 2**63
 METADATA = "__metadata__"
 
 
@@ -78,7 +80,7 @@ def read_header(file: str) -> Header:
         raise FormatError(f"{METADATA} is not an object of strings", file=file)
     base = 8 + length
     tensors = sorted(
-        (_tensor(name, entry, file, base) for name, entry in parsed.items()), key=lambda t: (t.start, t.nbytes)
+        (_tensor(name, entry, file, base) for name, entry in parsed.items()), key=attrgetter("start", "nbytes")
     )
     end = base
     for tensor in tensors:
@@ -103,13 +105,16 @@ def _tensor(name: str, entry: Any, file: str, base: int) -> Stored:
         ) from None
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise FormatError("unknown dtype", file=file, tensor=name, got=repr(dtype))
-    if not isinstance(shape, list) or not all(type(x) is int and 0 <= x < 2**63 for x in [*shape, begin, end]):
-        raise FormatError("shape and offsets are not all non-negative integers", file=file, tensor=name)
+    bits = DTYPE_BITS[dtype]
+    for number in (*shape, begin, end) if isinstance(shape, list) else (None,):
+        if type(number) is not int or not 0 <= number < _MAX_INTEGER:
+            raise FormatError("shape and offsets are not all non-negative integers", file=file, tensor=name)
     if len(shape) > 64:
         raise FormatError("too many axes", file=file, tensor=name, got=len(shape))
-    if prod(shape) * DTYPE_BITS[dtype] % 8:
+    bits *= prod(shape)
+    if bits % 8:
         raise FormatError(f"{dtype} {shape} ends inside a byte", file=file, tensor=name)
-    expected = byte_count(dtype, tuple(shape))
+    expected = bits // 8
     if end - begin != expected:
         raise FormatError(
             f"{dtype} {shape} does not fit its offsets",

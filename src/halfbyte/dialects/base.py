@@ -58,6 +58,25 @@ class Headers:
         module = tensor.name.rpartition(".")[0]
         return self.tensors.get(f"{module}.{suffix}" if module else suffix)
 
+    @cached_property
+    def swizzled_mark(self) -> str | None:
+        """What tells that scales are swizzled and the high nibble comes first, as ComfyUI stores them, or None."""
+        if "_quantization_metadata" in self.metadata:
+            return "metadata _quantization_metadata"
+        for tensor in self.by_suffix.get("comfy_quant", ()):
+            return f"tensor {tensor.name}"
+        # Without a marker: scales padded to 128 rows and 4 columns, which is the shape of the swizzled form.
+        for scales in self.by_suffix.get("weight_scale", ()):
+            if len(scales.shape) != 2 or scales.shape[0] % 128 or scales.shape[1] % 4:
+                continue
+            codes = self.beside(scales, "weight")
+            if codes is not None and codes.dtype == "U8" and len(codes.shape) == 2:
+                n, k = codes.shape[0], codes.shape[1] * 2
+                padded = (-(-n // 128) * 128, -(-k // 64) * 4)
+                if scales.shape == padded != (n, k // 16):
+                    return f"padded block scales {scales.name}"
+        return None
+
 
 @dataclass(frozen=True)
 class Module:
@@ -75,12 +94,12 @@ class Module:
     roles: Mapping[str, Stored]
     unknown: tuple[Stored, ...] = ()
 
-    @property
+    @cached_property
     def main(self) -> Stored | None:
         """The tensor with the weight's values or codes."""
         return self.roles.get("codes") or self.roles.get("data")
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The logical shape: (*E, N, K), or a dense tensor's own."""
         main = self.main
@@ -178,10 +197,11 @@ class Dialect:
     def _module(self, name: str, group: dict[str, Stored]) -> Iterator[Module]:
         kind = self.kind_of(group)
         table = self.suffixes.get(kind, {}) if kind != "none" else {}
-        roles = {role: group[suffix] for role, suffix in table.items() if suffix in group}
-        if kind == "fp8" and "scale" not in roles and "weight_scale_inv" in group:
-            roles["scale"] = group["weight_scale_inv"]  # block scales as DeepSeek names them; they multiply, too
-        rest = [t for t in group.values() if t not in roles.values()]
+        taken = {suffix: role for role, suffix in table.items() if suffix in group}
+        if kind == "fp8" and "weight_scale" not in group and "weight_scale_inv" in group:
+            taken["weight_scale_inv"] = "scale"  # block scales as DeepSeek names them; they multiply, too
+        roles = {role: group[suffix] for suffix, role in taken.items()}
+        rest = [tensor for suffix, tensor in group.items() if suffix not in taken]
         if kind in ("dense", "none"):
             if roles:
                 yield Module(name, kind, roles)

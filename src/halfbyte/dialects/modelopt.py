@@ -32,7 +32,6 @@ from halfbyte.dialects.base import (
     nested_section,
     quant_section,
     strings_of,
-    swizzled_mark,
 )
 from halfbyte.errors import FormatError
 from halfbyte.patterns import Patterns, module_class, spellings
@@ -66,7 +65,7 @@ class ModelOpt(Dialect):
 
     def claims(self, headers: Headers) -> str | None:
         found = headers.by_suffix.get("weight_scale_2")
-        return f"tensor {found[0].name}" if found and not swizzled_mark(headers) else None
+        return f"tensor {found[0].name}" if found and not headers.swizzled_mark else None
 
     def claims_config(self, headers: Headers) -> bool:
         method = quant_section(headers).get("quant_method")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from halfbyte.dialects.base import BYTES, Dialect, Headers, is_mx, swizzled_mark
+from halfbyte.dialects.base import BYTES, Dialect, Headers, is_mx
 
 
 class Unread(Dialect):
@@ -74,7 +74,7 @@ def _block_fp8(headers: Headers) -> str | None:
 
 
 UNREAD: tuple[Dialect, ...] = (
-    Unread("comfyui", "ComfyUI (comfy-kitchen)", swizzled_mark),
+    Unread("comfyui", "ComfyUI (comfy-kitchen)", lambda h: h.swizzled_mark),
     Unread("mlx", "MLX", _mlx),
     Unread("torchao", "torchao", _torchao),
     Unread("fp-quant", "FP-Quant", lambda h: _tensor(h, "forward_hadamard_matrix", "dqweight")),

@@ -21,6 +21,7 @@ from halfbyte.patterns import is_router, module_class
 from halfbyte.tools.base import chosen
 
 _BESIDE = ("bias", "k_scale", "v_scale")
+_KINDS = ("nvfp4", "fp8", "dense", "other")
 
 
 def inspect(
@@ -45,6 +46,8 @@ def inspect(
         readable = checkpoint.dialect.readable
         listed, idle = chosen(checkpoint.modules, include, exclude)
         modules = [m for m in listed if m.main is not None]
+        groups = _groups(modules)
+        kinds = [kind for kind in _KINDS if any(group["kind"] == kind for group in groups)]
         facts: dict[str, Any] = {
             "path": str(checkpoint.path),
             "dialect": checkpoint.dialect_name,
@@ -59,9 +62,9 @@ def inspect(
                 "model_type": checkpoint.config.get("model_type"),
             },
             "tensors": len(checkpoint.tensors),
-            "total": _size(modules) if readable else {"bytes": sum(t.nbytes for t in checkpoint.tensors.values())},
-            "kinds": {kind: _size([m for m in modules if _kind(m) == kind]) for kind in _kinds(modules)},
-            "groups": _groups(modules),
+            "total": _sum(groups) if readable else {"bytes": sum(t.nbytes for t in checkpoint.tensors.values())},
+            "kinds": {kind: _sum([group for group in groups if group["kind"] == kind]) for kind in kinds},
+            "groups": groups,
         }
         if stats:
             checkpoint.require_readable()
@@ -75,16 +78,19 @@ def _kind(module: Module) -> str:
     return "other" if module.kind == "none" else module.kind
 
 
-def _kinds(modules: list[Module]) -> list[str]:
-    order = ["nvfp4", "fp8", "dense", "other"]
-    return [kind for kind in order if any(_kind(m) == kind for m in modules)]
-
-
 def _size(modules: list[Module]) -> dict[str, Any]:
     parameters = sum(prod(m.shape) for m in modules)
     nbytes = sum(t.nbytes for m in modules for role, t in m.roles.items() if role not in _BESIDE)
+    return _sized(len(modules), parameters, nbytes)
+
+
+def _sum(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    return _sized(*(sum(group[key] for group in groups) for key in ("modules", "parameters", "bytes")))
+
+
+def _sized(modules: int, parameters: int, nbytes: int) -> dict[str, Any]:
     bits = round(8 * nbytes / parameters, 4) if parameters else None
-    return {"modules": len(modules), "parameters": parameters, "bytes": nbytes, "bits_per_parameter": bits}
+    return {"modules": modules, "parameters": parameters, "bytes": nbytes, "bits_per_parameter": bits}
 
 
 def _groups(modules: list[Module]) -> list[dict[str, Any]]:
