@@ -1,11 +1,12 @@
 # make demo, make test: each makes .venv as it needs it. Where packages come from is pip's own configuration.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+FUZZ_SECONDS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check types bench clean
+.PHONY: demo test check bench fuzz clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py --out demo-out
@@ -41,6 +42,11 @@ $(VENV)/.test: $(VENV)/.run
 	$(PIP) -e ".[test]"
 	$(PIP) --no-deps "nvidia-modelopt==0.47.0"
 	touch $@
+
+# Coverage-guided, for a bounded time; a finding is left in the directory as crash-*.
+fuzz: $(VENV)/.test
+	$(PIP) "atheris>=3"
+	$(BIN)/python scripts/fuzz.py -max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=1000 -len_control=0 -max_len=4096
 
 clean:
 	rm -rf $(VENV) .venv-wheel demo-out dist build
