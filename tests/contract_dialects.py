@@ -8,7 +8,8 @@ import numpy as np
 
 import halfbyte
 from checkpoints import SUFFIXES, Tensors, by_library, named, nvfp4, others, save, tensors_of
-from halfbyte.dialects import DIALECTS, Dialect, Headers
+from halfbyte.dialects import DIALECTS, Dialect
+from halfbyte.modules import Headers
 from halfbyte.stored import Stored
 from halfbyte.weight import Weight
 

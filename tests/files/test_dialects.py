@@ -32,9 +32,10 @@ from checkpoints import (
 )
 from contract_dialects import check_dialect, claimants, headers_of
 from halfbyte.checkpoint.consistency import header_findings
-from halfbyte.dialects import DIALECTS, Headers, detect, dialect_named, writable
-from halfbyte.dialects.base import Facts, Module, kv_format, quant_section
+from halfbyte.dialects import DIALECTS, detect, dialect_named, writable
+from halfbyte.dialects.base import Facts
 from halfbyte.errors import HalfbyteError, UsageError
+from halfbyte.modules import Headers, Module, kv_format, quant_section
 from halfbyte.stored import Stored
 
 MODELOPT, CT = dialect_named("modelopt"), dialect_named("compressed-tensors")

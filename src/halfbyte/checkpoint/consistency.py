@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from halfbyte.checkpoint.reader import Checkpoint
-from halfbyte.dialects import DIALECTS, Facts, Module
-from halfbyte.dialects.base import dicts_of, kv_format, nested_section, quant_section, structure
+from halfbyte.dialects import DIALECTS, Facts
 from halfbyte.errors import UsageError
 from halfbyte.findings import Finding, capped
+from halfbyte.modules import Module, dicts_of, kv_format, nested_section, quant_section, structure
 from halfbyte.patterns import fused_group, module_class
 
 READABLE = "ModelOpt or compressed-tensors"

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from halfbyte.checkpoint.header import MAX_HEADER, Header, parse_json, read_header
-from halfbyte.dialects import Dialect, Headers, Module, detect
-from halfbyte.dialects.base import BYTES
+from halfbyte.dialects import Dialect, detect
 from halfbyte.errors import FormatError, MissingExtraError, UnreadDialectError
 from halfbyte.findings import Finding
+from halfbyte.modules import BYTES, Headers, Module
 from halfbyte.numerics import reciprocal
 from halfbyte.stored import Stored, as_array
 from halfbyte.weight import DenseWeight, Fp8Weight, Weight

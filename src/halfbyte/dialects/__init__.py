@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from halfbyte.dialects.base import Dialect, Facts, Headers, Layer, Module, Output
+from halfbyte.dialects.base import Dialect, Facts, Layer, Output
 from halfbyte.dialects.compressed_tensors import CompressedTensors
 from halfbyte.dialects.modelopt import ModelOpt
 from halfbyte.dialects.unread import UNREAD
 from halfbyte.errors import UsageError
+from halfbyte.modules import Headers
 
 DIALECTS: tuple[Dialect, ...] = (*UNREAD, CompressedTensors(), ModelOpt())
 
@@ -14,9 +15,7 @@ __all__ = [
     "DIALECTS",
     "Dialect",
     "Facts",
-    "Headers",
     "Layer",
-    "Module",
     "Output",
     "detect",
     "dialect_named",

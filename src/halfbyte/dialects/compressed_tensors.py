@@ -18,19 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from halfbyte.dialects.base import (
-    Dialect,
-    Facts,
-    Headers,
-    Kind,
-    Layer,
-    Module,
-    dicts_of,
-    fp8_granularity,
-    quant_section,
-    strings_of,
-)
+from halfbyte.dialects.base import Dialect, Facts, Layer
 from halfbyte.errors import FormatError
+from halfbyte.modules import Headers, Kind, Module, dicts_of, fp8_granularity, quant_section, strings_of
 from halfbyte.patterns import Patterns, module_class
 
 _BESIDE = {"bias": "bias", "k_scale": "k_scale", "v_scale": "v_scale"}

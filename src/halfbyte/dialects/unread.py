@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from halfbyte.dialects.base import BYTES, Dialect, Headers, is_mx
+from halfbyte.dialects.base import Dialect
+from halfbyte.modules import BYTES, Headers, is_mx
 
 
 class Unread(Dialect):

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 from halfbyte.checkpoint.reader import Checkpoint, holds_weights
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard
-from halfbyte.dialects import Module
 from halfbyte.errors import FormatError, UsageError
 from halfbyte.findings import Finding
+from halfbyte.modules import Module
 from halfbyte.patterns import Patterns
 from halfbyte.stored import Stored
 

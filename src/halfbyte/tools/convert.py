@@ -15,10 +15,10 @@ import numpy as np
 from halfbyte.checkpoint.consistency import config_facts, header_findings, quantized
 from halfbyte.checkpoint.reader import PROVENANCE, Checkpoint, encode_provenance, open_checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, check_target, distribute, parse_size, shard_names
-from halfbyte.dialects import Dialect, Module, Output, dialect_named
-from halfbyte.dialects.base import refuse_broken
+from halfbyte.dialects import Dialect, Output, dialect_named
 from halfbyte.errors import FormatError, UsageError
 from halfbyte.findings import Report, in_order
+from halfbyte.modules import Module, refuse_broken
 from halfbyte.numerics import reciprocal
 from halfbyte.stored import Stored, byte_count
 from halfbyte.tools.base import (

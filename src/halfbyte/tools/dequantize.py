@@ -13,10 +13,9 @@ import numpy as np
 from halfbyte.checkpoint.consistency import quantized
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard, check_target, distribute, parse_size, shard_names
-from halfbyte.dialects import Module
-from halfbyte.dialects.base import refuse_broken, refuse_companions
 from halfbyte.errors import FormatError, UsageError
 from halfbyte.findings import Report
+from halfbyte.modules import Module, refuse_broken, refuse_companions
 from halfbyte.stored import Stored, byte_count, header_dtype
 from halfbyte.tools.base import Job, Meter, Progress, copy_jobs, directory_bytes, run, worker_count, write_side_files
 from halfbyte.weight import Weight, float_dtype

@@ -13,9 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
-from halfbyte.dialects import Module
-from halfbyte.dialects.base import fp8_scale, refuse_broken
 from halfbyte.findings import Finding, Report, in_order
+from halfbyte.modules import Module, fp8_scale, refuse_broken
 from halfbyte.numerics import BLOCK, decode_e2m1, decode_e4m3
 from halfbyte.stored import DTYPE_BITS, Stored, as_array
 from halfbyte.tools.base import Meter, Progress, chosen, run, worker_count

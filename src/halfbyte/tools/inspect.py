@@ -13,9 +13,8 @@ import numpy as np
 
 from halfbyte.checkpoint.consistency import header_findings
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
-from halfbyte.dialects import Module
-from halfbyte.dialects.base import kv_format, nested_section, quant_section
 from halfbyte.findings import Report, in_order
+from halfbyte.modules import Module, kv_format, nested_section, quant_section
 from halfbyte.numerics import E4M3_VALUES
 from halfbyte.patterns import is_router, module_class
 from halfbyte.tools.base import chosen

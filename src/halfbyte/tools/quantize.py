@@ -17,9 +17,10 @@ import numpy as np
 from halfbyte.checkpoint.consistency import config_facts, quantized
 from halfbyte.checkpoint.reader import Checkpoint, encode_provenance, open_checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard, check_target, distribute, parse_size, shard_names
-from halfbyte.dialects import Dialect, Facts, Module, dialect_named
+from halfbyte.dialects import Dialect, Facts, dialect_named
 from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.findings import Finding, Report
+from halfbyte.modules import Module
 from halfbyte.numerics import BLOCK, reciprocal
 from halfbyte.patterns import Patterns, fused_group, is_head, is_router, module_class
 from halfbyte.recipes import LIKES, Like, Recipe, TensorScale, finite_amax, quantize_array, recipe_named

@@ -28,10 +28,9 @@ from halfbyte.diagnose import (
     nearest,
     reinterpret,
 )
-from halfbyte.dialects import Module
-from halfbyte.dialects.base import refuse_broken, refuse_companions
 from halfbyte.errors import FormatError, UsageError, WeightError
 from halfbyte.findings import CAP, Finding, Report, capped, in_order
+from halfbyte.modules import Module, refuse_broken, refuse_companions
 from halfbyte.patterns import fused_group, spellings
 from halfbyte.stored import FLOATS, Stored, as_array, byte_count
 from halfbyte.tools.base import CHUNK, Meter, Progress, chosen, run, worker_count
