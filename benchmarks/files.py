@@ -1,4 +1,4 @@
-"""Figures of the file side: start-up, conversion against a plain copy, verification, quantization.
+"""Figures of the file side: start-up, conversion against a plain copy, verification.
 
     python -m benchmarks.files [--gigabytes 4] [--dir DIR]
 

@@ -1,4 +1,4 @@
-"""What a layout is: a statement of where the bytes go, and the three executors that run any statement.
+"""What a layout is: a statement of where the bytes go, and the executors that run any statement.
 
 A layout is data. For codes and for scales it states an ``Order``: how the axes N and K are padded and
 split into digits, and in which order the digits lie in memory. Packing, unpacking and ``offset`` are all
