@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from fnmatch import fnmatchcase, translate
+from fnmatch import translate
 
 from halfbyte.errors import UsageError
 
@@ -81,10 +81,10 @@ class Patterns:
         for i, pattern in enumerate(self.patterns):
             if pattern.startswith("re:"):
                 self._rules.append((i, _compiled(pattern)))
-            elif any(c in pattern for c in "*?["):
+                continue
+            self._literal.setdefault(pattern, i)  # also one with brackets may be a name
+            if any(c in pattern for c in "*?["):
                 self._rules.append((i, re.compile(translate(pattern))))
-            else:
-                self._literal.setdefault(pattern, i)
 
     def __bool__(self) -> bool:
         return bool(self.patterns)
@@ -123,19 +123,3 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern[3:])
     except (re.error, RecursionError, OverflowError) as error:
         raise UsageError("not a regular expression", got=repr(pattern), hint=str(error)) from None
-
-
-def matches(pattern: str, name: str, cls: str | None = None) -> bool:
-    """Whether ``pattern`` selects the module ``name``, as it is spelt, of class ``cls``.
-
-    Raises:
-        UsageError: a regular expression that does not compile.
-    """
-    if pattern.startswith("re:"):
-        return _compiled(pattern).match(name) is not None
-    return pattern in (cls, name) or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
-
-
-def selected(patterns: Iterable[str], name: str, cls: str | None = None) -> str | None:
-    """The first pattern that selects ``name``; see Patterns, which is faster for many names."""
-    return Patterns(patterns).first(name, cls)

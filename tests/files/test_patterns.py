@@ -7,15 +7,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfbyte.errors import UsageError
-from halfbyte.patterns import FUSED, fused_group, is_router, matches, module_class, selected, spellings
+from halfbyte.patterns import FUSED, Patterns, fused_group, is_router, module_class, spellings
 
 A = "model.layers.0.self_attn.q_proj"
+
+
+def selected(patterns, name, cls=None):
+    return Patterns(patterns).first(name, cls)
+
+
+def matches(pattern, name, cls=None):
+    return selected([pattern], name, cls) is not None
+
 
 MATCHES = [
     # a module name, or the start of one
     ("lm_head", "lm_head", None, True),
     ("lm_head", "lm_head2", None, False),
-    ("lm_head", "model.lm_head", None, False),
+    ("lm_head", "model.lm_head", None, True),  # without its prefix
+    ("lm_head", "draft.lm_head", None, False),
     ("model.layers.0", A, None, True),
     ("model.layers.0", "model.layers.01.mlp", None, False),
     ("model.layers.0.self_attn", A, None, True),

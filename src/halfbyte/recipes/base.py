@@ -61,7 +61,7 @@ def chunks(rows: int, k: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def finite_amax(dense: Any, what: str = "the tensor") -> np.float32:
+def finite_amax(dense: Any) -> np.float32:
     """The largest magnitude of (N, K), in f32.
 
     Raises:
@@ -75,7 +75,7 @@ def finite_amax(dense: Any, what: str = "the tensor") -> np.float32:
         if not np.isfinite(top):
             row, column = (int(i) for i in np.argwhere(~np.isfinite(x))[0])
             raise QuantizeError(
-                f"{what} holds a value that is not finite",
+                "the tensor holds a value that is not finite",
                 index=[rows.start + row, column],
                 got=float(dense[rows][row, column]),
                 hint="repair the dense checkpoint, or leave this layer out with --ignore",

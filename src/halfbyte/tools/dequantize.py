@@ -14,7 +14,7 @@ from halfbyte.checkpoint.consistency import quantized
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard, check_target, distribute, parse_size, shard_names
 from halfbyte.errors import FormatError, UsageError
-from halfbyte.findings import Report
+from halfbyte.findings import Finding, Report
 from halfbyte.modules import Module, refuse_broken, refuse_companions
 from halfbyte.stored import Stored, byte_count, header_dtype
 from halfbyte.tools.base import Job, Meter, Progress, copy_jobs, directory_bytes, run, worker_count, write_side_files
@@ -96,6 +96,7 @@ def dequantize_checkpoint(
             return Report(
                 "dequantize", (), facts | {"dry_run": True, "shards": len(shards), "peak_bytes": 2 * sum(largest)}
             )
+        found: list[Finding] = []
         by_output = {t.name: modules[n] for n, t in dense.items()}
         with CheckpointWriter(Path(dst), force) as writer:
             dropped = {entry["tensor"] for entry in listed if entry["action"] == "dropped"}
@@ -104,7 +105,7 @@ def dequantize_checkpoint(
             for shard_name, tensors in zip(shard_names(len(shards)), shards, strict=True):
                 shard = writer.shard(shard_name, tensors, {"format": "pt"})
                 mine = [by_output[t.name] for t in tensors if not t.file]
-                jobs: list[Job] = [partial(_write, checkpoint, module, shard, name, meter) for module in mine]
+                jobs: list[Job] = [partial(_write, checkpoint, module, shard, name, meter, found) for module in mine]
                 run(
                     jobs + copy_jobs(checkpoint, shard, [(t.name, t) for t in tensors if t.file], meter), threads, meter
                 )
@@ -113,7 +114,7 @@ def dequantize_checkpoint(
             facts["bytes_on_disk"] = directory_bytes(writer.seal())
             writer.commit()
         facts["seconds"] = round(time.perf_counter() - started, 3)
-        return Report("dequantize", (), facts)
+        return Report("dequantize", tuple(sorted(found, key=str)), facts)
 
 
 def _kv_role(tensor: Stored) -> str:
@@ -136,7 +137,10 @@ def _config_dtype(checkpoint: Checkpoint) -> str:
     return named if named in ("float32", "bfloat16", "float16") else "bfloat16"
 
 
-def _write(checkpoint: Checkpoint, module: Module, shard: Shard, dtype: str, meter: Meter) -> None:
+def _write(
+    checkpoint: Checkpoint, module: Module, shard: Shard, dtype: str, meter: Meter, found: list[Finding]
+) -> None:
+    """Write the dense weight of a module; NaN and Inf that come from its scales are carried, and ``found``."""
     weight = checkpoint.load(module)
     values = weight.dequantize("float32")
     if isinstance(weight, Weight) and weight.pre_scale is not None:
@@ -156,5 +160,10 @@ def _write(checkpoint: Checkpoint, module: Module, shard: Shard, dtype: str, met
             got=float(values[row, column]),
             hint="choose another --dtype, or see halfbyte verify",
         )
+    if not np.isfinite(rounded).all():
+        odd = ~np.isfinite(rounded)
+        index = [int(i) for i in np.argwhere(odd)[0]]
+        hint = "they come from the scales: see halfbyte verify on the source"
+        found.append(Finding("HB118", module.member("weight"), index, got=f"{odd.sum()} values", hint=hint))
     shard.write(module.member("weight"), rounded)
     meter.add(sum(t.nbytes for role, t in module.roles.items() if role in _INSIDE))

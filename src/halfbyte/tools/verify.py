@@ -220,14 +220,13 @@ class _Scan:
         if module.kind == "nvfp4":
             self._blocks(module)
 
-    def _chunks(self, tensor: Stored, unit: int = 8) -> Any:
-        """(start, bytes) pieces of a tensor, whole multiples of ``unit`` bytes, in one buffer for each thread."""
-        step = max(CHUNK // unit, 1) * unit
-        if getattr(self._local, "buffer", None) is None or self._local.buffer.nbytes < step:
-            self._local.buffer = np.empty(step, np.uint8)
+    def _chunks(self, tensor: Stored) -> Any:
+        """(start, bytes) pieces of a tensor, in one buffer for each thread."""
+        if getattr(self._local, "buffer", None) is None:
+            self._local.buffer = np.empty(CHUNK, np.uint8)
         for first, stop in self._spans(tensor):
-            for start in range(first, stop, step):
-                piece = self._local.buffer[: min(step, stop - start)]
+            for start in range(first, stop, CHUNK):
+                piece = self._local.buffer[: min(CHUNK, stop - start)]
                 self.checkpoint.read_into(tensor, start, piece)
                 self.meter.add(piece.nbytes)
                 yield start, piece
