@@ -10,14 +10,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from halfbyte.errors import FormatError
 from halfbyte.findings import Finding
 from halfbyte.numerics import BLOCK
 from halfbyte.stored import FLOATS, Stored
 
-Kind = Literal["nvfp4", "fp8", "dense", "none"]
+Kind = Literal["nvfp4", "fp8", "mxfp4", "unread", "dense", "none"]
+QUANTIZED: Final = ("nvfp4", "fp8", "mxfp4")
+"""Kinds whose weights are read and decoded."""
 
 BYTES = ("U8", "I8", "F4")
 """Header dtypes that carry codes: one byte for two codes, or F4, which counts codes."""
@@ -73,20 +75,36 @@ class Headers:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """How the experts of a stack lie; see halfbyte.experts.
+
+    Attributes:
+        columns: whether K comes before N: codes (E, K/2, N), dense (E, K, N).
+        gate_up: "concatenated", "up_first" or "interleaved" where a stack holds gate and up; None where it does
+            not, or the order is not known.
+    """
+
+    columns: bool = False
+    gate_up: str | None = None
+
+
+@dataclass(frozen=True)
 class Module:
     """What one module of a checkpoint holds, from headers alone.
 
     Attributes:
         name: such as ``model.layers.0.mlp.up_proj``.
-        kind: of its weight; "none" for tensors that are not beside a weight.
+        kind: of its weight; "unread" for weights of other formats, "none" for tensors that are not beside a weight.
         roles: role -> tensor.
         unknown: tensors beside the weight whose meaning is not known.
+        stack: how it lies if it is a stack of experts, else None.
     """
 
     name: str
     kind: Kind
     roles: Mapping[str, Stored]
     unknown: tuple[Stored, ...] = ()
+    stack: Stack | None = None
 
     @cached_property
     def main(self) -> Stored | None:
@@ -97,10 +115,15 @@ class Module:
     def shape(self) -> tuple[int, ...]:
         """The logical shape: (*E, N, K), or a dense tensor's own."""
         main = self.main
-        if main is None:
+        if main is None or not main.shape:
             return ()
-        packed = self.kind == "nvfp4" and main.dtype != "F4" and main.shape
-        return (*main.shape[:-1], main.shape[-1] * 2) if packed else main.shape
+        shape = main.shape
+        if self.kind == "mxfp4" and len(shape) == 4:  # gpt-oss: (E, N, K/32, 16) bytes
+            shape = (*shape[:-2], shape[-2] * shape[-1])
+        if self.stack is not None and self.stack.columns:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        packed = self.kind in ("nvfp4", "mxfp4") and main.dtype != "F4"
+        return (*shape[:-1], shape[-1] * 2) if packed else shape
 
     def member(self, suffix: str) -> str:
         """The full name of a tensor of this module; a matrix saved by itself has no module name."""
@@ -124,12 +147,16 @@ def structure(module: Module) -> list[Finding]:
     main = module.main
     if module.kind == "nvfp4" and main is not None:
         found += _nvfp4_structure(module, main)
+    elif module.kind == "mxfp4" and main is not None:
+        found += _mxfp4_structure(module, main)
     elif module.kind == "fp8" and main is not None:
         scale = module.roles.get("scale")
         if scale is None:
             found.append(Finding("HB101", main.name, expected=module.member("weight_scale")))
         elif scale.dtype not in FLOATS:
             found.append(Finding("HB114", scale.name, got=str(scale), expected="F32"))
+        elif module.stack is not None:
+            found += _scalar_shape(module, scale)
         elif len(main.shape) != 2:
             found.append(Finding("HB114", main.name, got=str(main), expected="FP8 with two axes"))
         elif all(scale.shape not in shapes for shapes in _fp8_scales(*main.shape).values()):
@@ -153,14 +180,16 @@ def _nvfp4_structure(module: Module, codes: Stored) -> list[Finding]:
     if codes.dtype not in BYTES:
         return [Finding("HB114", codes.name, got=str(codes), expected="U8")]
     *experts, n, k = module.shape
+    columns = module.stack is not None and module.stack.columns
+    expected = [*experts, k // BLOCK, n] if columns else [*experts, n, k // BLOCK]
     if k % BLOCK:
         found.append(Finding("HB102", codes.name, got=f"K = {k}", expected=f"a multiple of {BLOCK}"))
-    elif list(scales.shape) != [*experts, n, k // BLOCK]:
+    elif list(scales.shape) != expected:
         half = list(scales.shape) == [*experts, n, k // BLOCK // 2]
         hint = "half the columns: exported from an already compressed model; export it again" if half else None
-        found.append(
-            Finding("HB102", scales.name, got=list(scales.shape), expected=[*experts, n, k // BLOCK], hint=hint)
-        )
+        if experts and not half:
+            hint = "the axis of the scales that is an eighth of the codes' bytes is K: here there is none"
+        found.append(Finding("HB102", scales.name, got=list(scales.shape), expected=expected, hint=hint))
     if scales.dtype not in ("F8_E4M3", "U8"):
         found.append(Finding("HB114", scales.name, got=str(scales), expected="F8_E4M3"))
     if scale2 is None:
@@ -174,11 +203,38 @@ def _nvfp4_structure(module: Module, codes: Stored) -> list[Finding]:
             found.append(Finding("HB114", scalar.name, got=str(scalar), expected="F32"))
         elif scalar.dtype != "F32":
             found.append(Finding("HB107", scalar.name, got=scalar.dtype, expected="F32"))
-        if prod(scalar.shape) != 1 and scalar.shape != tuple(experts):
-            found.append(Finding("HB109", scalar.name, got=list(scalar.shape), expected="[] or [1]"))
+        found += _scalar_shape(module, scalar)
     pre = module.roles.get("pre_scale")
-    if pre is not None and pre.shape != (k,):
+    stacked = (*experts, k), (*experts, 1, k)
+    if pre is not None and pre.shape != (k,) and not (experts and pre.shape in stacked):
         found.append(Finding("HB109", pre.name, got=list(pre.shape), expected=[k]))
+    return found
+
+
+def _scalar_shape(module: Module, scalar: Stored) -> list[Finding]:
+    """The finding about a scale that should be one number, or one for each expert or half of it."""
+    experts = module.shape[:-2]
+    fits = prod(scalar.shape) == 1 or scalar.shape in (experts, (*experts, 1), (*experts, 1, 1))
+    halves = module.stack is not None and module.name.rpartition(".")[2] in ("gate_up_proj", "w13")
+    if fits or (halves and scalar.shape == (*experts, 2)):
+        return []
+    expected = f"[], {list(experts)}" + (f" or {[*experts, 2]}" if halves else "") if experts else "[] or [1]"
+    return [Finding("HB109", scalar.name, got=list(scalar.shape), expected=expected)]
+
+
+def _mxfp4_structure(module: Module, codes: Stored) -> list[Finding]:
+    scales = module.roles.get("scales")
+    if scales is None:
+        return [Finding("HB101", codes.name, got=str(codes), expected=module.member("weight_scale"))]
+    found = [
+        Finding("HB114", t.name, got=str(t), expected="U8")
+        for t in (codes, scales)
+        if t.dtype not in (*BYTES, "F8_E8M0")
+    ]
+    *experts, n, k = module.shape if len(module.shape) > 1 else (0, 0)
+    blocks = len(codes.shape) != 4 or codes.shape[-1] == 16
+    if k % 32 or not k or not blocks or list(scales.shape) != [*experts, n, k // 32]:
+        found.append(Finding("HB102", scales.name, got=list(scales.shape), expected=[*experts, n, k // 32]))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -52,6 +53,44 @@ class Stored:
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
+
+    def place(self, index: Sequence[int]) -> list[int]:
+        """Where an element of this tensor, or a block of it, stands in the tensor on disk."""
+        return [int(i) for i in index]
+
+
+@dataclass(frozen=True, slots=True)
+class View(Stored):
+    """A tensor that is part of another one on disk, or that is not stored as it is meant.
+
+    ``name`` is that of the tensor on disk; ``shape`` and ``nbytes`` are of what ``steps`` make.
+
+    Attributes:
+        region: bytes on disk, from ``start``, that it is made from.
+        steps: each makes an array from the one before; the first gets the region's bytes. Without steps the
+            region is the tensor.
+        expert: of the stack on disk, or None.
+        first, stride: row r here is row ``first + r * stride`` there.
+    """
+
+    region: int = 0
+    steps: tuple[Callable[[Any], Any], ...] = ()
+    expert: int | None = None
+    first: int = 0
+    stride: int = 1
+
+    def make(self, raw: Any) -> Any:
+        """The bytes of the tensor, u8 of one axis, from those of its region."""
+        for step in self.steps:
+            raw = step(raw)
+        return np.ascontiguousarray(raw).reshape(-1).view(np.uint8)
+
+    def place(self, index: Sequence[int]) -> list[int]:
+        """Where an element or a block stands on disk: the expert comes first."""
+        at = [int(i) for i in index]
+        if at:
+            at[0] = self.first + at[0] * self.stride
+        return at if self.expert is None else [self.expert, *at]
 
 
 def byte_count(dtype: str, shape: tuple[int, ...]) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import os
 import re
 import shlex
-import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,16 @@ import numpy as np
 from halfbyte.checkpoint.header import MAX_HEADER, Header, parse_json, read_header
 from halfbyte.dialects import Dialect, detect
 from halfbyte.errors import FormatError, MissingExtraError, UnreadDialectError
+from halfbyte.experts import expand
 from halfbyte.findings import Finding
-from halfbyte.modules import BYTES, Headers, Module
+from halfbyte.modules import QUANTIZED, Headers, Module
 from halfbyte.numerics import reciprocal
-from halfbyte.stored import Stored, as_array
+from halfbyte.stored import Stored, View, as_array
 from halfbyte.weight import DenseWeight, Fp8Weight, Weight
 
 INDEX = "model.safetensors.index.json"
 PROVENANCE = "halfbyte.scale2"
-"""Key in a shard's metadata: JSON {tensor name: the bits, in hex, of the f32 whose rounded reciprocal is stored}."""
+"""Key in a shard's metadata: JSON {tensor name: the bits, in hex, of each f32 whose rounded reciprocal is stored}."""
 
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
 _NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
@@ -59,7 +61,7 @@ class Checkpoint:
     evidence: str
     modules: list[Module]
     findings: list[Finding] = field(default_factory=list)
-    _originals: dict[str, np.float32] = field(default_factory=dict, repr=False)
+    _originals: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -99,18 +101,7 @@ class Checkpoint:
         Raises:
             FormatError: the file has become shorter.
         """
-        view, position = memoryview(out), tensor.start + start
-        with self.descriptor(tensor.file) as fd:
-            while view:
-                try:
-                    count = os.preadv(fd, [view], position)
-                except OSError as error:
-                    raise FormatError(
-                        "cannot read the file", file=tensor.file, tensor=tensor.name, got=error.strerror
-                    ) from None
-                if count == 0:
-                    raise FormatError("the file became shorter while it was read", file=tensor.file, tensor=tensor.name)
-                view, position = view[count:], position + count
+        read_into(tensor, start, out)
 
     def read(self, tensor: Stored | str) -> Any:
         """The array of a tensor, in its dtype (bfloat16 and float8 are those of ml_dtypes).
@@ -122,13 +113,20 @@ class Checkpoint:
             if tensor not in self.tensors:
                 raise FormatError("no such tensor", file=str(self.path), tensor=tensor)
             tensor = self.tensors[tensor]
-        raw = np.empty(tensor.nbytes, np.uint8)
-        self.read_into(tensor, 0, raw)
-        return as_array(raw, tensor.dtype, tensor.shape)
+        return read_tensor(tensor)
 
-    def original(self, tensor: Stored) -> np.float32 | None:
-        """The f32 whose rounded reciprocal ``tensor`` stores, where the shard remembers it and it fits."""
-        return self._originals.get(tensor.name)
+    def original(self, tensor: Stored) -> Any | None:
+        """The f32 numbers whose rounded reciprocals ``tensor`` stores, in its shape, where the shard remembers them."""
+        kept = self._originals.get(tensor.name)
+        if kept is None or not isinstance(tensor, View):
+            return kept
+        first = (tensor.start - self.tensors[tensor.name].start) // 4
+        return kept.reshape(-1)[first : first + tensor.nbytes // 4].reshape(tensor.shape)
+
+    @functools.cached_property
+    def parts(self) -> list[Module]:
+        """``modules`` with each stack of experts as the layers that it holds."""
+        return [part for module in self.modules for part in expand(module)]
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, {self.dialect_name}, {len(self.tensors)} tensors)"
@@ -155,6 +153,9 @@ class Checkpoint:
             for name, owner, tensor in self._entries():
                 if name == module:
                     return self.load(owner) if tensor is None else DenseWeight(self.read(tensor))
+            for part in self.parts:
+                if part.name == module and part.kind != "none":
+                    return self.load(part)
             raise FormatError("no such weight", file=str(self.path), tensor=module, hint="see keys()")
         return self.dialect.read(module, self.read, self.original)
 
@@ -178,7 +179,7 @@ class Checkpoint:
         """(name, module, tensor): a whole quantized module has no tensor of its own."""
         inside = {"codes", "data", "scales", "scale", "scale2", "input_scale", "pre_scale"}
         for module in self.modules:
-            quantized = module.kind in ("nvfp4", "fp8")
+            quantized = module.kind in QUANTIZED
             if quantized:
                 yield module.name, module, None
             for role, tensor in module.roles.items():
@@ -193,16 +194,6 @@ class Checkpoint:
                 file=str(self.path),
                 got=self.evidence,
                 expected="ModelOpt or compressed-tensors",
-            )
-        stack = next((m for m in self.modules if m.kind == "nvfp4" and len(m.shape) > 2), None)
-        loose = stack.main if stack else _expert_stack(self.tensors)
-        if loose is not None:
-            raise UnreadDialectError(
-                "stacked experts are recognised and not read yet",
-                file=loose.file,
-                tensor=loose.name,
-                got=str(loose),
-                expected="one tensor for each expert",
             )
 
     def carried_files(self) -> list[Path]:
@@ -219,6 +210,54 @@ class Checkpoint:
                 if not (len(relative.parts) == 1 and (name in taken or weights)) and not name.startswith(".halfbyte"):
                     found.append(relative)
         return found
+
+
+_LAST = threading.local()
+
+
+def read_into(tensor: Stored, start: int, out: Any) -> None:
+    """Fill ``out`` (bytes,) u8 from byte ``start`` of a tensor; of one that is made from others, the last is kept.
+
+    Raises:
+        FormatError: the file has become shorter.
+    """
+    if isinstance(tensor, View) and tensor.steps:
+        if getattr(_LAST, "tensor", None) != tensor:
+            raw = np.empty(tensor.region, np.uint8)
+            _fill(tensor, tensor.start, raw)
+            _LAST.tensor, _LAST.made = tensor, tensor.make(raw)
+        out[...] = _LAST.made[start : start + len(out)]
+    else:
+        _fill(tensor, tensor.start + start, out)
+
+
+def read_tensor(tensor: Stored) -> Any:
+    """The array of a tensor, in its dtype.
+
+    Raises:
+        FormatError: the file has become shorter.
+    """
+    raw = np.empty(tensor.nbytes, np.uint8)
+    read_into(tensor, 0, raw)
+    return as_array(raw, tensor.dtype, tensor.shape)
+
+
+def _fill(tensor: Stored, position: int, out: Any) -> None:
+    view = memoryview(out)
+    fd = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while view:
+            try:
+                count = os.preadv(fd, [view], position)
+            except OSError as error:
+                raise FormatError(
+                    "cannot read the file", file=tensor.file, tensor=tensor.name, got=error.strerror
+                ) from None
+            if count == 0:
+                raise FormatError("the file became shorter while it was read", file=tensor.file, tensor=tensor.name)
+            view, position = view[count:], position + count
+    finally:
+        os.close(fd)
 
 
 def holds_weights(folder: Path) -> bool:
@@ -400,14 +439,6 @@ def _weight_map(index: dict[str, Any], file: Path) -> dict[str, str]:
     return table
 
 
-def _expert_stack(tensors: dict[str, Stored]) -> Stored | None:
-    """A three-axis tensor of codes whose companions are joined by an underscore."""
-    for tensor in tensors.values():
-        if len(tensor.shape) == 3 and tensor.dtype in BYTES and f"{tensor.name}_weight_scale" in tensors:
-            return tensor
-    return None
-
-
 def _check_index(index: dict[str, Any], tensors: dict[str, Stored], findings: list[Finding]) -> None:
     table: dict[str, str] = index["weight_map"]
     base_name = {file: os.path.basename(file) for file in {t.file for t in tensors.values()}}
@@ -439,21 +470,22 @@ def _recall(checkpoint: Checkpoint, shard: Header) -> None:
         return
     for name, number in table.items():
         tensor = checkpoint.tensors.get(name)
-        one = tensor is not None and tensor.dtype == "F32" and tensor.nbytes == 4
-        stored = checkpoint.read(tensor).reshape(()) if tensor is not None and one else None
         try:
-            kept = np.float32(struct.unpack(">f", bytes.fromhex(number))[0])
-        except (ValueError, TypeError, struct.error):
-            kept = np.float32(np.nan)
-        if stored is None or reciprocal(kept) != stored:
-            got = None if stored is None else float(stored)
+            kept = np.frombuffer(bytes.fromhex(number), ">f4").astype(np.float32)
+        except (ValueError, TypeError):
+            kept = np.empty(0, np.float32)
+        fits = tensor is not None and tensor.dtype == "F32" and 4 <= tensor.nbytes == kept.nbytes
+        stored = checkpoint.read(tensor) if tensor is not None and fits else None
+        if stored is None or not np.array_equal(reciprocal(kept.reshape(stored.shape)), stored):
+            one = stored is not None and stored.size == 1
+            got = float(stored.reshape(())) if one and stored is not None else None
             hint = "it is ignored: the stored number counts"
             checkpoint.findings.append(Finding("HB122", name, got=got, expected=str(number)[:40], hint=hint))
         else:
-            checkpoint._originals[name] = kept
+            checkpoint._originals[name] = kept.reshape(stored.shape)
 
 
-def encode_provenance(originals: dict[str, np.float32]) -> dict[str, str]:
-    """The metadata entry for numbers whose reciprocal was stored; {} if there are none."""
-    table = {name: struct.pack(">f", value).hex() for name, value in sorted(originals.items())}
+def encode_provenance(originals: Mapping[str, Any]) -> dict[str, str]:
+    """The metadata entry for numbers whose reciprocals were stored; {} if there are none."""
+    table = {name: np.asarray(value, ">f4").tobytes().hex() for name, value in sorted(originals.items())}
     return {PROVENANCE: json.dumps(table, separators=(",", ":"), ensure_ascii=False)} if table else {}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from halfbyte.dialects.base import Dialect, Facts, Layer, Output
 from halfbyte.dialects.compressed_tensors import CompressedTensors
+from halfbyte.dialects.fp8 import BlockFp8
+from halfbyte.dialects.gpt_oss import GptOss
 from halfbyte.dialects.modelopt import ModelOpt
 from halfbyte.dialects.unread import UNREAD
 from halfbyte.errors import UsageError
 from halfbyte.modules import Headers
 
-DIALECTS: tuple[Dialect, ...] = (*UNREAD, CompressedTensors(), ModelOpt())
+DIALECTS: tuple[Dialect, ...] = (*UNREAD, CompressedTensors(), ModelOpt(), GptOss(), BlockFp8())
 
 __all__ = [
     "DIALECTS",
@@ -41,12 +43,12 @@ def detect(headers: Headers) -> tuple[Dialect, str]:
 
 def writable() -> list[str]:
     """The names of the dialects that halfbyte writes."""
-    return [d.name for d in DIALECTS if d.readable]
+    return [d.name for d in DIALECTS if d.readable and d.writable]
 
 
 def dialect_named(name: str) -> Dialect:
     """The dialect of that name; another name, or one that is not written yet, raises UsageError."""
     for dialect in DIALECTS:
-        if dialect.name == name and dialect.readable:
+        if dialect.name == name and dialect.readable and dialect.writable:
             return dialect
     raise UsageError("unknown dialect", got=repr(name), expected=" or ".join(writable()))

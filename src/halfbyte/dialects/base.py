@@ -6,17 +6,28 @@ A dialect is mostly a table: for each kind of weight, the suffix of each role; s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from halfbyte.errors import UnreadDialectError
-from halfbyte.modules import BYTES, Headers, Kind, Module, fp8_scale, is_mx, refuse_broken, refuse_companions
+from halfbyte.errors import FormatError, UnreadDialectError
+from halfbyte.experts import stack_form, stacked_arrays, stacks
+from halfbyte.modules import (
+    BYTES,
+    QUANTIZED,
+    Headers,
+    Kind,
+    Module,
+    fp8_scale,
+    is_mx,
+    refuse_broken,
+    refuse_companions,
+)
 from halfbyte.numerics import reciprocal
 from halfbyte.stored import FLOATS, Stored
-from halfbyte.weight import DenseWeight, Fp8Weight, Weight
+from halfbyte.weight import DenseWeight, Fp8Weight, Mxfp4Weight, Weight
 
 Read = Callable[[Stored], Any]
 """Gives the array of a stored tensor."""
@@ -73,6 +84,7 @@ class Dialect:
     name: ClassVar[str]
     title: ClassVar[str]
     readable: ClassVar[bool] = True
+    writable: ClassVar[bool] = True
     suffixes: ClassVar[Mapping[Kind, Mapping[str, str]]] = {}
     """kind -> role -> suffix."""
     divides: ClassVar[bool] = False
@@ -96,9 +108,13 @@ class Dialect:
         for tensor in headers.tensors.values():
             name, _, suffix = tensor.name.rpartition(".")
             groups.setdefault(name, {})[suffix] = tensor
-        return [module for name, group in groups.items() for module in self._module(name, group)]
+        return [module for name, group in groups.items() for module in self._module(headers, name, group)]
 
-    def _module(self, name: str, group: dict[str, Stored]) -> Iterator[Module]:
+    def _module(self, headers: Headers, name: str, group: dict[str, Stored]) -> Iterator[Module]:
+        if any(len(tensor.shape) > 2 for tensor in group.values()):
+            yield from stacks(headers, name, group)
+        if not group:
+            return
         kind = self.kind_of(group)
         table = self.suffixes.get(kind, {}) if kind != "none" else {}
         taken = {suffix: role for role, suffix in table.items() if suffix in group}
@@ -110,8 +126,14 @@ class Dialect:
             if roles:
                 yield Module(name, kind, roles)
             yield from (Module(t.name, "none", {"data": t}) for t in rest)
-        else:
-            yield Module(name, kind, roles, tuple(rest))
+            return
+        if kind == "unread":
+            main = group.get("weight_packed", group.get("weight"))
+            roles, rest = {"data" if t is main else suffix: t for suffix, t in group.items()}, []
+        module = Module(name, kind, roles, tuple(rest))
+        if kind in QUANTIZED and len(module.shape) > 2:
+            module = replace(module, stack=stack_form(headers, module))
+        yield module
 
     def kind_of(self, group: Mapping[str, Stored]) -> Kind:
         """The kind of the weight in a group of suffix -> tensor; the tensors decide, not the config."""
@@ -119,20 +141,25 @@ class Dialect:
         codes, scales, scale2 = (group.get(self.suffixes["nvfp4"][r]) for r in ("codes", "scales", "scale2"))
         if codes is not None and codes.dtype in BYTES:
             # Bytes with other companions are INT8 or of another library; bytes alone lack their scales.
+            if scales is not None and is_mx(codes, scales):
+                return "mxfp4"
             fp8_scales = scales is not None and scales.dtype in ("F8_E4M3", "F8_E8M0", "U8")
             alone = codes.dtype != "I8" and not set(group) - {"weight", "weight_packed", "bias"}
-            if scales is not None and is_mx(codes, scales):
-                return "none"
-            return "nvfp4" if fp8_scales or scale2 is not None or alone else "none"
+            return "nvfp4" if fp8_scales or scale2 is not None or alone else "unread"
         if codes is not None and scale2 is not None and codes.dtype not in FLOATS:
             return "nvfp4"  # of the wrong dtype, which structure reports
+        scale = group.get("weight_scale")
+        packed = group.get("weight_packed")
+        if any(t is not None and t.dtype[0] in "IU" for t in (weight, packed)) and scale is not None:
+            return "unread"
         if weight is None:
             return "none"
         if weight.dtype == "F8_E4M3":
-            return "fp8"
+            mxfp8 = scale is not None and scale.dtype in ("U8", "F8_E8M0")
+            return "unread" if mxfp8 else "fp8"
         return "dense"
 
-    def read(self, module: Module, read: Read, original: Callable[[Stored], np.float32 | None]) -> Any:
+    def read(self, module: Module, read: Read, original: Callable[[Stored], Any | None]) -> Any:
         """The Weight, Fp8Weight or DenseWeight that a module holds.
 
         Args:
@@ -144,29 +171,39 @@ class Dialect:
             FormatError: tensors that do not form a weight, or companions that must not be ignored.
         """
         refuse_broken(module)
+        if module.kind == "unread":
+            raise FormatError("a weight of this format is not read", tensor=module.name, got=str(module.main))
+        if module.kind in QUANTIZED:
+            refuse_companions(module, {"lora_a", "lora_b"}, "cannot be read as a plain weight")
         get = {role: read(stored) for role, stored in module.roles.items()}
         if module.kind == "nvfp4":
-            refuse_companions(module, {"lora_a", "lora_b"}, "cannot be read as a plain weight")
             scalars = {
                 role: self.meaning(module, role, get[role], original)
                 for role in ("scale2", "input_scale")
                 if role in get
             }
+            if module.stack is not None:
+                get, scalars = stacked_arrays(module, get, scalars)
             return Weight(codes=get["codes"], scales=get["scales"], pre_scale=get.get("pre_scale"), **scalars)
+        if module.kind == "mxfp4":
+            codes = get["codes"].reshape(*module.shape[:-1], module.shape[-1] // 2)
+            return Mxfp4Weight(codes=codes, scales=get["scales"].view(np.uint8))
         if module.kind == "fp8":
-            refuse_companions(module, set(), "cannot be read as a plain weight")
+            if module.stack is not None:
+                hint = "its experts are read one by one: load them by their own names, such as ...experts.0.up_proj"
+                raise FormatError("a stack of FP8 experts is not one weight", tensor=module.name, hint=hint)
             scale, block = fp8_scale(module, get["scale"].astype(np.float32))
             return Fp8Weight(data=get["data"], scale=scale, block=block, input_scale=get.get("input_scale"))
         return DenseWeight(get["data"])
 
-    def meaning(self, module: Module, role: str, value: Any, original: Callable[[Stored], np.float32 | None]) -> Any:
-        """The multiplier that a stored scale stands for, f32."""
+    def meaning(self, module: Module, role: str, value: Any, original: Callable[[Stored], Any | None]) -> Any:
+        """The multipliers that a stored scale stands for, f32."""
         with np.errstate(all="ignore"):  # what is odd is verify's to report
             value = value.astype(np.float32)
         if not self.divides or module.kind != "nvfp4":
             return value
         kept = original(module.roles[role])
-        return reciprocal(value) if kept is None else np.full_like(value, kept)
+        return reciprocal(value) if kept is None else kept.reshape(value.shape)
 
     def outputs(self, module: Module, source: Dialect) -> list[Output]:
         """The tensors that this dialect writes for a module read from ``source``.

@@ -10,7 +10,8 @@ key                      dtype    shape      meaning
 =======================  =======  =========  ==============================================
 
 FP8 layers (``float-quantized``): ``weight`` F8_E4M3, ``weight_scale`` [1] or [N, 1], ``input_scale``; these
-multiply. Facts: compressed-tensors 0.20.1.
+multiply. MXFP4 layers (``mxfp4-pack-quantized``): ``weight_packed`` U8 and ``weight_scale`` U8 [N, K/32], E8M0, and
+no global scale. Facts: compressed-tensors 0.20.1.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, ClassVar
 
 from halfbyte.dialects.base import Dialect, Facts, Layer
 from halfbyte.errors import FormatError
-from halfbyte.modules import Headers, Kind, Module, dicts_of, fp8_granularity, quant_section, strings_of
+from halfbyte.modules import BYTES, Headers, Kind, Module, dicts_of, fp8_granularity, quant_section, strings_of
 from halfbyte.patterns import Patterns, module_class
 
 _BESIDE = {"bias": "bias", "k_scale": "k_scale", "v_scale": "v_scale"}
@@ -34,6 +35,7 @@ _NVFP4 = {
     "dynamic": False,
     "scale_dtype": "torch.float8_e4m3fn",
 }
+_MXFP4 = _NVFP4 | {"group_size": 32, "strategy": "group", "scale_dtype": "torch.uint8"}
 
 
 class CompressedTensors(Dialect):
@@ -53,12 +55,15 @@ class CompressedTensors(Dialect):
             **_BESIDE,
         },
         "fp8": {"data": "weight", "scale": "weight_scale", "input_scale": "input_scale", **_BESIDE},
+        "mxfp4": {"codes": "weight_packed", "scales": "weight_scale", **_BESIDE},
         "dense": {"data": "weight", **_BESIDE},
     }
 
     def claims(self, headers: Headers) -> str | None:
-        for suffix in ("weight_packed", "weight_global_scale"):
-            for tensor in headers.by_suffix.get(suffix, ()):
+        for tensor in headers.by_suffix.get("weight_global_scale", ()):
+            return f"tensor {tensor.name}"
+        for tensor in headers.by_suffix.get("weight_packed", ()):
+            if tensor.dtype in BYTES or quant_section(headers).get("quant_method") == self.name:
                 return f"tensor {tensor.name}"
         return None
 
@@ -132,6 +137,8 @@ def _scheme(module: Module) -> dict[str, Any]:
     if module.kind == "nvfp4":
         weights, fmt = dict(_NVFP4), "nvfp4-pack-quantized"
         inputs = _NVFP4 | {"dynamic": "local", "observer": "static_minmax"} if "input_scale" in module.roles else None
+    elif module.kind == "mxfp4":
+        weights, fmt, inputs = dict(_MXFP4), "mxfp4-pack-quantized", None
     else:
         granularity = fp8_granularity(module)
         strategy = "channel" if granularity == "row" else granularity

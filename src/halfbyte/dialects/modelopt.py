@@ -11,7 +11,8 @@ key                 dtype    shape            meaning
 ``svdquant_lora_*`` float    low rank         y += (x a^T) b^T (SVDQuant)
 ==================  =======  ===============  ================================================
 
-FP8 layers have the same key names: ``weight`` F8_E4M3 [N, K], ``weight_scale`` F32 [] or [N], ``input_scale``.
+FP8 layers have the same key names: ``weight`` F8_E4M3 [N, K], ``weight_scale`` F32 [] or [N], ``input_scale``; so do
+MXFP4 layers: ``weight`` U8 [N, K/2], ``weight_scale`` U8 [N, K/32], E8M0. Stacks of experts: see halfbyte.experts.
 Facts: nvidia-modelopt 0.47, ``modelopt/torch/export``.
 """
 
@@ -22,7 +23,18 @@ from typing import Any, ClassVar
 
 from halfbyte.dialects.base import Dialect, Facts, Layer
 from halfbyte.errors import FormatError
-from halfbyte.modules import Headers, Kind, Module, dicts_of, fp8_granularity, nested_section, quant_section, strings_of
+from halfbyte.modules import (
+    BYTES,
+    Headers,
+    Kind,
+    Module,
+    dicts_of,
+    fp8_granularity,
+    is_mx,
+    nested_section,
+    quant_section,
+    strings_of,
+)
 from halfbyte.patterns import Patterns, module_class, spellings
 
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
@@ -49,12 +61,21 @@ class ModelOpt(Dialect):
             **_BESIDE,
         },
         "fp8": {"data": "weight", "scale": "weight_scale", "input_scale": "input_scale", **_BESIDE},
+        "mxfp4": {"codes": "weight", "scales": "weight_scale", **_BESIDE},
         "dense": {"data": "weight", **_BESIDE},
     }
 
     def claims(self, headers: Headers) -> str | None:
-        found = headers.by_suffix.get("weight_scale_2")
-        return f"tensor {found[0].name}" if found and not headers.swizzled_mark else None
+        if headers.swizzled_mark:
+            return None
+        for suffix, tensors in headers.by_suffix.items():
+            if suffix == "weight_scale_2" or suffix.endswith("_weight_scale_2"):
+                return f"tensor {tensors[0].name}"
+        for scales in headers.by_suffix.get("weight_scale", ()):
+            weight = headers.beside(scales, "weight")
+            if weight is not None and weight.dtype in BYTES and is_mx(weight, scales):
+                return f"tensor {scales.name}"
+        return None
 
     def claims_config(self, headers: Headers) -> bool:
         method = quant_section(headers).get("quant_method")
@@ -69,7 +90,7 @@ class ModelOpt(Dialect):
         if algo == "MIXED_PRECISION":
             table = dicts_of(section.get("quantized_layers"))
             return lambda name, cls: next(
-                (_layer(table[n].get("quant_algo")) for n in spellings(name) if n in table), None
+                (_layer(table[n].get("quant_algo")) for n in (*spellings(name), *_experts(name)) if n in table), None
             )
         excluded = Patterns(exclusions(section))
         embeds = section.get("nvfp4_embed") is True
@@ -93,7 +114,7 @@ class ModelOpt(Dialect):
         mixed = len(groups) > 1
         named = "MIXED_PRECISION" if mixed else next(iter(groups), None)
         ignore = [] if mixed else sorted(facts.dense)
-        layers = {name: {"quant_algo": a} | ({"group_size": 16} if "NVFP4" in a else {}) for name, a in algos.items()}
+        layers = {name: {"quant_algo": a} | _group_size(a) for name, a in algos.items()}
         section: dict[str, Any] = {
             "config_groups": {
                 f"group_{i}": _group(a) | {"targets": sorted(names) if mixed else ["Linear"]}
@@ -110,7 +131,7 @@ class ModelOpt(Dialect):
         if mixed:
             inner["quantized_layers"] = layers
         else:
-            inner |= ({"group_size": 16} if named and "NVFP4" in named else {}) | {"exclude_modules": ignore}
+            inner |= _group_size(named or "") | {"exclude_modules": ignore}
         if not mixed and any(module_class(n, len(m.shape)) == "Embedding" for n, m in facts.quantized.items()):
             section["nvfp4_embed"] = inner["nvfp4_embed"] = True  # vLLM's key
         return section, {"hf_quant_config.json": {"producer": dict(_PRODUCER), "quantization": inner}}
@@ -120,6 +141,12 @@ def exclusions(section: Mapping[str, Any]) -> list[str]:
     """The patterns of modules that a section leaves unquantized."""
     keys = ("ignore", "exclude_modules", "modules_to_not_convert")
     return [pattern for key in keys for pattern in strings_of(section.get(key))]
+
+
+def _experts(name: str) -> list[str]:
+    """The module that holds a stack of experts, which is what a table names."""
+    parent = name.rpartition(".")[0]
+    return spellings(parent) if parent.endswith("experts") else []
 
 
 def _layer(algo: Any) -> Layer:
@@ -136,12 +163,17 @@ def _algo(module: Module) -> str:
         if "pre_scale" in module.roles:
             return "NVFP4_AWQ"
         return "NVFP4" if "input_scale" in module.roles else "W4A16_NVFP4"
+    if module.kind == "mxfp4":
+        return "MXFP4"
     return {"tensor": "FP8", "row": "FP8_PER_CHANNEL_PER_TOKEN", "block": "FP8_PB_WO"}[fp8_granularity(module)]
+
+
+def _group_size(algo: str) -> dict[str, int]:
+    return {"group_size": 16} if "NVFP4" in algo else {"group_size": 32} if "MX" in algo else {}
 
 
 def _group(algo: str) -> dict[str, Any]:
     bits = {"dynamic": False, "num_bits": 8, "type": "float"}
-    four = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
-    args = four if "NVFP4" in algo else bits
+    args = bits | ({"num_bits": 4} | _group_size(algo) if "FP4" in algo else {})
     weights_only = algo.startswith("W4A16") or algo in ("FP8_PB_WO", "MXFP4")
     return ({} if weights_only else {"input_activations": dict(args)}) | {"weights": dict(args)}

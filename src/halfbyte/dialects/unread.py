@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from halfbyte.dialects.base import Dialect
-from halfbyte.modules import BYTES, Headers, is_mx
+from halfbyte.modules import Headers
 
 
 class Unread(Dialect):
@@ -54,24 +54,11 @@ def _torchao(headers: Headers) -> str | None:
     return _tensor(headers, *names, dtype="U8")
 
 
-def _mxfp4(headers: Headers) -> str | None:
-    for suffix, tensors in headers.by_suffix.items():
-        if suffix.endswith("_blocks"):
-            for tensor in tensors:
-                if tensor.name.removesuffix("_blocks") + "_scales" in headers.tensors:
-                    return f"tensor {tensor.name}"
-    for scales in headers.by_suffix.get("weight_scale", ()):
-        if scales.dtype in ("U8", "F8_E8M0"):
-            for codes in (headers.beside(scales, "weight_packed"), headers.beside(scales, "weight")):
-                if codes is not None and codes.dtype in BYTES and is_mx(codes, scales):
-                    return f"tensor {scales.name}"
-    return None
-
-
-def _block_fp8(headers: Headers) -> str | None:
-    if _tensor(headers, "weight_scale_2", "weight_packed", "weight_global_scale"):
-        return None  # FP8 layers beside NVFP4 ones, which are read
-    return _tensor(headers, "weight_scale_inv")
+def _integers(headers: Headers) -> str | None:
+    """Integers of compressed-tensors, unless other layers of the checkpoint are read."""
+    if _tensor(headers, "weight_global_scale") or _tensor(headers, "weight_packed", dtype="U8"):
+        return None
+    return _tensor(headers, "weight_packed", dtype="I32")
 
 
 UNREAD: tuple[Dialect, ...] = (
@@ -79,7 +66,5 @@ UNREAD: tuple[Dialect, ...] = (
     Unread("mlx", "MLX", _mlx),
     Unread("torchao", "torchao", _torchao),
     Unread("fp-quant", "FP-Quant", lambda h: _tensor(h, "forward_hadamard_matrix", "dqweight")),
-    Unread("mxfp4", "MXFP4", _mxfp4),
-    Unread("fp8-block", "block FP8 (weight_scale_inv)", _block_fp8),
-    Unread("pack-quantized", "compressed-tensors with integers", lambda h: _tensor(h, "weight_packed", dtype="I32")),
+    Unread("pack-quantized", "compressed-tensors with integers", _integers),
 )
