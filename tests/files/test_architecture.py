@@ -25,6 +25,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "patterns": ("errors",),
     "modules": BASE,
     "weight": BASE,
+    "mxfp4": MEANING,
     "recipes": MEANING,
     "layouts": MEANING,
     "diagnose": (*MEANING, "layouts"),
