@@ -16,6 +16,7 @@ _HOMES = {
     "Finding": "findings",
     "Fp8Weight": "weight",
     "HalfbyteError": "errors",
+    "Mxfp4Weight": "weight",
     "Packed": "layouts",
     "Plan": "ops",
     "Report": "findings",
@@ -44,6 +45,7 @@ __all__ = [
     "Finding",
     "Fp8Weight",
     "HalfbyteError",
+    "Mxfp4Weight",
     "Packed",
     "Plan",
     "Report",
@@ -83,7 +85,7 @@ if TYPE_CHECKING:
     from halfbyte.tools.inspect import inspect
     from halfbyte.tools.quantize import quantize_checkpoint
     from halfbyte.tools.verify import verify
-    from halfbyte.weight import DenseWeight, Fp8Weight, Weight
+    from halfbyte.weight import DenseWeight, Fp8Weight, Mxfp4Weight, Weight
 
 
 def __getattr__(name: str) -> Any:

@@ -32,6 +32,9 @@ F32: TypeAlias = npt.NDArray[np.float32]
 BLOCK: Final = 16
 """Codes along K that share one block scale."""
 
+MX_BLOCK: Final = 32
+"""The same for MXFP4."""
+
 E2M1_MAX: Final = 6.0
 E4M3_MAX: Final = 448.0
 FULL_SCALE: Final = E2M1_MAX * E4M3_MAX

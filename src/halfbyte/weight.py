@@ -18,14 +18,16 @@ import numpy as np
 from halfbyte.errors import WeightError
 from halfbyte.numerics import (
     BLOCK,
+    MX_BLOCK,
     Array,
     decode_e2m1,
     decode_e4m3,
+    decode_e8m0,
     encode_e4m3,
     is_torch,
 )
 
-__all__ = ["DenseWeight", "Fp8Weight", "LossyWarning", "Weight", "float_dtype", "to_numpy", "to_torch"]
+__all__ = ["DenseWeight", "Fp8Weight", "LossyWarning", "Mxfp4Weight", "Weight", "float_dtype", "to_numpy", "to_torch"]
 
 ConcatPolicy = Literal["exact", "equal", "common"]
 
@@ -34,7 +36,8 @@ _FLOATS: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-_BYTE_DTYPES = {"uint8", "int8", "float8_e4m3fn", "float4_e2m1fn_x2"}
+_BYTE_DTYPES = ("uint8", "float8_e4m3fn", "int8", "float4_e2m1fn_x2")
+_E8M0_DTYPES = ("uint8", "float8_e8m0fnu")
 
 
 class LossyWarning(UserWarning):
@@ -96,35 +99,14 @@ class Weight(_Immutable):
         k: int | None = None,
     ) -> None:
         codes, scales = _as_bytes(codes, "codes"), _as_bytes(scales, "scales")
-        if is_torch(codes) != is_torch(scales):
-            raise WeightError("codes and scales are of two libraries: use NumPy arrays or torch tensors for both")
-        if codes.ndim < 2:
-            raise WeightError("codes need at least two axes", got=tuple(codes.shape), expected="(*E, N, K/2)")
-        *experts, n, row_bytes = codes.shape
-        blocks = -(-row_bytes * 2 // BLOCK)
-        if row_bytes * 2 != blocks * BLOCK:
-            raise WeightError(
-                f"a row of codes holds K = {row_bytes * 2}, which is not a multiple of {BLOCK}",
-                got=tuple(codes.shape),
-                expected="whole blocks of 8 bytes",
-                hint="pad the layer with zero codes and pass the true K as k=",
-            )
-        if tuple(scales.shape) != (*experts, n, blocks):
-            raise WeightError(
-                "the block scales do not fit the codes",
-                got=tuple(scales.shape),
-                expected=(*experts, n, blocks),
-            )
-        true_k = row_bytes * 2 if k is None else k
-        if not max(row_bytes * 2 - BLOCK, -1) < true_k <= row_bytes * 2:
-            raise WeightError("k does not end in the last block", got=true_k, expected=f"about {row_bytes * 2}")
+        *experts, n, true_k = shape = _checked_shape(codes, scales, k, BLOCK)
         self._set(
             codes=_frozen(codes),
             scales=_frozen(scales),
             scale2=_frozen(_normal_scale2(scale2, tuple(experts), n, codes)),
             input_scale=None if input_scale is None else _frozen(_normal_input(input_scale, tuple(experts), codes)),
             pre_scale=pre_scale if pre_scale is None else _frozen(_checked_pre_scale(pre_scale, true_k, codes)),
-            shape=(*experts, n, true_k),
+            shape=shape,
             is_null=False,
         )
 
@@ -341,6 +323,44 @@ class Weight(_Immutable):
         return self.replace(**{n: move(a) for n in arrays if (a := getattr(self, n)) is not None})
 
 
+class Mxfp4Weight(_Immutable):
+    """An MXFP4 weight: ``W[n, k] = e2m1(code) * 2^(scale byte - 127)``; halfbyte.mxfp4 casts it to NVFP4.
+
+    Args:
+        codes: (*E, N, ceil(K/32) * 16) u8, two codes a byte, even k in the low nibble.
+        scales: (*E, N, ceil(K/32)) u8 or float8_e8m0fnu; FF is NaN.
+        k: the true K where the last block is padded with zeros; by default all that codes hold.
+
+    Raises:
+        WeightError: shapes or dtypes that do not fit together, or a NumPy array and a tensor.
+    """
+
+    kind: ClassVar[str] = "mxfp4"
+    codes: Array
+    scales: Array
+    shape: tuple[int, ...]
+
+    def __init__(self, *, codes: Array, scales: Array, k: int | None = None) -> None:
+        codes, scales = _as_bytes(codes, "codes"), _as_bytes(scales, "scales", _E8M0_DTYPES)
+        shape = _checked_shape(codes, scales, k, MX_BLOCK)
+        self.__dict__.update(codes=_frozen(codes), scales=_frozen(scales), shape=shape)
+
+    def __repr__(self) -> str:
+        return f"Mxfp4Weight(shape={self.shape}, {_library(self.codes)})"
+
+    def dequantize(self, dtype: Any = "float32") -> Array:
+        """The values, (*E, N, K): exact in f32, subnormals too, then rounded to ``dtype``.
+
+        Products from 2^128 on become Inf: magnitudes 2 to 6 at scale byte 254, 4 and 6 at 253. A NaN scale
+        gives NaN for its whole block.
+        """
+        values = decode_e2m1(self.codes)
+        blocks = values.reshape(*self.scales.shape, MX_BLOCK)
+        with np.errstate(over="ignore", invalid="ignore"):
+            blocks *= decode_e8m0(self.scales)[..., None]
+        return _cast(values[..., : self.shape[-1]], dtype)
+
+
 class Fp8Weight(_Immutable):
     """An FP8 weight: ``W = e4m3(data) * scale``. Rounded twins of an NVFP4 weight carry their error.
 
@@ -469,11 +489,11 @@ def _library(a: Array) -> str:
     return f"torch on {a.device}" if is_torch(a) else "numpy"
 
 
-def _as_bytes(a: Array, what: str) -> Array:
-    """View any one-byte dtype that can carry codes or E4M3 bits as u8."""
+def _as_bytes(a: Array, what: str, dtypes: tuple[str, ...] = _BYTE_DTYPES) -> Array:
+    """View any of ``dtypes``, each of one byte, as u8."""
     name = str(a.dtype).removeprefix("torch.") if hasattr(a, "dtype") else type(a).__name__
-    if name not in _BYTE_DTYPES:
-        raise WeightError(f"{what} are of the wrong dtype", got=name, expected="uint8 or float8_e4m3fn")
+    if name not in dtypes:
+        raise WeightError(f"{what} are of the wrong dtype", got=name, expected=" or ".join(dtypes[:2]))
     if name == "uint8":
         return a
     if is_torch(a):
@@ -481,6 +501,31 @@ def _as_bytes(a: Array, what: str) -> Array:
 
         return a.view(torch.uint8)
     return a.view(np.uint8)
+
+
+def _checked_shape(codes: Array, scales: Array, k: int | None, block: int) -> tuple[int, ...]:
+    """(*E, N, K) of codes with one scale for every ``block`` of them along K; WeightError where they do not fit."""
+    if is_torch(codes) != is_torch(scales):
+        raise WeightError("codes and scales are of two libraries: use NumPy arrays or torch tensors for both")
+    if codes.ndim < 2:
+        raise WeightError("codes need at least two axes", got=tuple(codes.shape), expected="(*E, N, K/2)")
+    *rows, row_bytes = codes.shape
+    full_k = row_bytes * 2
+    if full_k % block:
+        raise WeightError(
+            f"a row of codes holds K = {full_k}, which is not a multiple of {block}",
+            got=tuple(codes.shape),
+            expected=f"whole blocks of {block // 2} bytes",
+            hint="pad the layer with zero codes and pass the true K as k=",
+        )
+    if tuple(scales.shape) != (*rows, full_k // block):
+        raise WeightError(
+            "the block scales do not fit the codes", got=tuple(scales.shape), expected=(*rows, full_k // block)
+        )
+    true_k = full_k if k is None else k
+    if not max(full_k - block, -1) < true_k <= full_k:
+        raise WeightError("k does not end in the last block", got=true_k, expected=f"about {full_k}")
+    return (*rows, true_k)
 
 
 def _as_f32(value: Any, like: Array) -> Array:

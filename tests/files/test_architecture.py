@@ -26,6 +26,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "modules": BASE,
     "experts": (*BASE, "modules"),
     "weight": BASE,
+    "mxfp4": MEANING,
     "recipes": MEANING,
     "layouts": MEANING,
     "diagnose": (*MEANING, "layouts"),

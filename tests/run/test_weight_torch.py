@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from halfbyte.errors import WeightError
-from halfbyte.weight import DenseWeight, Fp8Weight, LossyWarning, Weight, to_numpy, to_torch
+from halfbyte.mxfp4 import to_nvfp4
+from halfbyte.weight import DenseWeight, Fp8Weight, LossyWarning, Mxfp4Weight, Weight, to_numpy, to_torch
 from helpers import assert_same_bytes, exact, random_weight
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -178,7 +179,29 @@ def test_device():
     assert repr(w) == "Weight(shape=(4, 32), per-tensor scale2, torch on meta)"
 
 
-# -- FP8 and dense --
+# -- MXFP4, FP8 and dense --
+
+
+@pytest.mark.parametrize("view", [torch.uint8, torch.float8_e8m0fnu], ids=str)
+def test_mxfp4(view):
+    codes = np.tile((np.arange(32) * 0x11 % 256).astype(np.uint8), (2, 127, 1))
+    scales = (
+        np.arange(2 * 127 * 2, dtype=np.uint8).reshape(2, 127, 2) % 18 + np.array([0, 120], np.uint8)[:, None, None]
+    )
+    scales[1] += 115  # 235 to 252: up to the largest without Inf
+    numpy = Mxfp4Weight(codes=codes, scales=scales, k=40)
+    w = Mxfp4Weight(codes=torch.from_numpy(codes), scales=torch.from_numpy(scales).view(view), k=40)
+    assert w.shape == numpy.shape == (2, 127, 40)
+    assert repr(w) == "Mxfp4Weight(shape=(2, 127, 40), torch on cpu)"
+    for dtype in DTYPES:
+        assert w.dequantize(dtype).dtype == getattr(torch, dtype)
+        assert_same_bytes(w.dequantize(dtype), numpy.dequantize(dtype))
+    made = to_nvfp4(w)
+    assert isinstance(made.codes, torch.Tensor)
+    assert made.numpy().same(to_nvfp4(numpy))
+    assert_same_bytes(made.dequantize(), numpy.dequantize())
+    with pytest.raises(WeightError, match="codes and scales are of two libraries"):
+        Mxfp4Weight(codes=codes, scales=torch.from_numpy(scales))
 
 
 @pytest.mark.parametrize("block", [None, (4, 4), (128, 128)], ids=str)
