@@ -210,7 +210,7 @@ def expand(module: Module) -> list[Module]:
         return [module]
     parent, _, stem = module.name.rpartition(".")
     parts = GATE_UP[stem] if stem in GATE_UP and module.stack.gate_up else (stem,)
-    found = []
+    found: list[Module] = []
     for expert in range(module.shape[0]):
         for half, part in enumerate(parts):
             roles = {
@@ -232,17 +232,17 @@ def _part(module: Module, stack: Stack, role: str, tensor: Stored, expert: int, 
         width = prod(tensor.shape[1:])
         item, each = tensor.nbytes // (experts * width), 1 if width == halves else width
         start = tensor.start + (expert * width + (half if width == halves else 0)) * item
-        shape = () if each == 1 else (each,)
-        return View(tensor.name, tensor.dtype, shape, tensor.file, start, each * item, each * item, (), expert, half)
+        scalar: tuple[int, ...] = () if each == 1 else (each,)
+        return View(tensor.name, tensor.dtype, scalar, tensor.file, start, each * item, each * item, (), expert, half)
     size = tensor.nbytes // experts
     start = tensor.start + expert * size
     if role == "pre_scale":
-        shape = (tensor.shape[-1],)
-        return View(tensor.name, tensor.dtype, shape, tensor.file, start, size, size, (), expert)
+        return View(tensor.name, tensor.dtype, tensor.shape[-1:], tensor.file, start, size, size, (), expert)
     count = n // halves
     first, stride = _rows_of(stack, half, count, halves)
     columns = stack.columns and role in _MATRICES
     width, item = size // max(n, 1), 1 if role != "data" else DTYPE_BITS[tensor.dtype] // 8
+    shape: tuple[int, ...]
     if role not in _MATRICES:
         shape = (count,)
     elif columns:
@@ -313,7 +313,7 @@ def stacked_arrays(
 def gather(stack: Stack, columns: bool, item: int, parts: list[Any]) -> Any:
     """The bytes of one expert of a stack from its layers' matrices, (rows, bytes) u8 each; the inverse of Take."""
     if len(parts) == 2 and stack.gate_up == "interleaved":
-        rows = np.stack(parts, 1).reshape(-1, parts[0].shape[-1])
+        rows: Any = np.stack(parts, 1).reshape(-1, parts[0].shape[-1])
     else:
         rows = np.concatenate(parts if stack.gate_up != "up_first" else parts[::-1])
     if columns:

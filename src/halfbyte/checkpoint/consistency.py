@@ -12,7 +12,7 @@ from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.dialects import DIALECTS, Facts
 from halfbyte.errors import UsageError
 from halfbyte.findings import Finding, capped
-from halfbyte.modules import Module, dicts_of, kv_format, nested_section, quant_section, structure
+from halfbyte.modules import QUANTIZED, Module, dicts_of, kv_format, nested_section, quant_section, structure
 from halfbyte.patterns import fused_group, module_class
 
 READABLE = "ModelOpt or compressed-tensors"
@@ -95,7 +95,7 @@ def _of_another_kind(checkpoint: Checkpoint, stem: str) -> bool:
 
 def quantized(checkpoint: Checkpoint) -> list[Module]:
     """The modules whose weight is quantized."""
-    return [m for m in checkpoint.modules if m.kind in ("nvfp4", "fp8")]
+    return [m for m in checkpoint.modules if m.kind in QUANTIZED]
 
 
 def linear_modules(checkpoint: Checkpoint) -> dict[str, str]:

@@ -177,7 +177,7 @@ class Dialect:
             refuse_companions(module, {"lora_a", "lora_b"}, "cannot be read as a plain weight")
         get = {role: read(stored) for role, stored in module.roles.items()}
         if module.kind == "nvfp4":
-            scalars = {
+            scalars: dict[str, Any] = {
                 role: self.meaning(module, role, get[role], original)
                 for role in ("scale2", "input_scale")
                 if role in get
