@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Final
 
@@ -111,7 +111,7 @@ def stack_form(headers: Headers, module: Module) -> Stack | None:
     types = model_types(headers)
     gate_up = None
     if stem in GATE_UP:
-        gate_up = stated.get("gate_up")
+        gate_up = headers.reading.gate_up or stated.get("gate_up")
         if gate_up not in GATE_UP_ORDERS and types:
             gate_up = "interleaved" if types & INTERLEAVED else "concatenated"
     return Stack(columns, gate_up if gate_up in GATE_UP_ORDERS else None)
@@ -226,18 +226,23 @@ def expand(module: Module) -> list[Module]:
 def _part(module: Module, stack: Stack, role: str, tensor: Stored, expert: int, half: int, halves: int) -> Stored:
     """What of ``tensor`` belongs to one half of one expert."""
     experts, n, _ = module.shape
-    if role in _SCALARS or (role == "pre_scale" and tensor.shape[0] != experts):
-        if prod(tensor.shape) == 1 or role == "pre_scale":
-            return tensor
+    whole = tensor if isinstance(tensor, View) else View(**_fields(tensor), region=tensor.nbytes)
+    if role in _SCALARS:
+        if prod(tensor.shape) == 1:
+            return replace(whole, shape=())
         width = prod(tensor.shape[1:])
         item, each = tensor.nbytes // (experts * width), 1 if width == halves else width
         start = tensor.start + (expert * width + (half if width == halves else 0)) * item
         scalar: tuple[int, ...] = () if each == 1 else (each,)
-        return View(tensor.name, tensor.dtype, scalar, tensor.file, start, each * item, each * item, (), expert, half)
-    size = tensor.nbytes // experts
-    start = tensor.start + expert * size
+        return replace(
+            whole, shape=scalar, start=start, nbytes=each * item, region=each * item, expert=expert, first=half
+        )
+    if role == "pre_scale" and tensor.shape[0] != experts:
+        return tensor
+    size, region = tensor.nbytes // experts, whole.region // experts
+    one = replace(whole, start=tensor.start + expert * region, nbytes=size, region=region, expert=expert)
     if role == "pre_scale":
-        return View(tensor.name, tensor.dtype, tensor.shape[-1:], tensor.file, start, size, size, (), expert)
+        return replace(one, shape=tensor.shape[-1:])
     count = n // halves
     first, stride = _rows_of(stack, half, count, halves)
     columns = stack.columns and role in _MATRICES
@@ -251,14 +256,15 @@ def _part(module: Module, stack: Stack, role: str, tensor: Stored, expert: int, 
         shape = (count, tensor.shape[-1])
     else:
         shape = (count, width // item)
-    nbytes = count * width
-    if stride == 1 and not columns:
-        return View(
-            tensor.name, tensor.dtype, shape, tensor.file, start + first * width, nbytes, nbytes, (), expert, first
-        )
-    region = (tensor.shape[1], n * item) if columns else (n, width)
-    take = Take(region, first, stride, count, columns, item)
-    return View(tensor.name, tensor.dtype, shape, tensor.file, start, nbytes, size, (take,), expert, first, stride)
+    part = replace(one, shape=shape, nbytes=count * width, first=first, stride=stride)
+    if stride == 1 and not columns and not one.steps:
+        return replace(part, start=one.start + first * width, region=count * width)
+    take = Take((tensor.shape[1], n * item) if columns else (n, width), first, stride, count, columns, item)
+    return replace(part, steps=(*one.steps, take))
+
+
+def _fields(tensor: Stored) -> dict[str, Any]:
+    return {f.name: getattr(tensor, f.name) for f in fields(tensor)}
 
 
 def _rows_of(stack: Stack, half: int, count: int, halves: int) -> tuple[int, int]:

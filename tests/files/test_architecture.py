@@ -15,6 +15,7 @@ from checkpoints import GOLDENS, SOURCE, environment
 BASE = ("errors", "findings", "numerics", "stored", "patterns")
 MEANING = (*BASE, "weight")
 FILES = (*MEANING, "recipes", "layouts")
+STACKS = ("modules", "experts", "reading")
 RUN = (*MEANING, "layouts", "kernels")
 ARROWS: dict[str, tuple[str, ...]] = {
     "errors": (),
@@ -29,11 +30,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "mxfp4": MEANING,
     "recipes": MEANING,
     "layouts": MEANING,
-    "diagnose": (*MEANING, "layouts"),
+    "diagnose": (*MEANING, "layouts", *STACKS),
+    "reading": (*MEANING, "layouts", "modules", "experts"),
     "dialects": (*FILES, "modules", "experts"),
-    "checkpoint": (*FILES, "modules", "experts", "dialects"),
-    "tools": (*FILES, "diagnose", "modules", "experts", "dialects", "checkpoint"),
-    "cli": (*FILES, "explanations", "modules", "experts", "dialects", "checkpoint", "tools"),
+    "checkpoint": (*FILES, *STACKS, "dialects"),
+    "tools": (*FILES, *STACKS, "diagnose", "mxfp4", "dialects", "checkpoint"),
+    "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
     "kernels": (*MEANING, "layouts"),
     "ops": RUN,
     "nn": (*RUN, "ops"),

@@ -176,7 +176,8 @@ def _two_files(checkpoint: Checkpoint) -> Iterator[Finding]:
     section, nested = quant_section(checkpoint.headers), nested_section(checkpoint.headers)
     if not section or not nested:
         return
-    kv = [kv_format(replace(checkpoint.headers, **{gone: {}})) for gone in ("quant", "config")]
+    headers = checkpoint.headers
+    kv = [kv_format(replace(headers, quant={})), kv_format(replace(headers, config={}))]
     if kv[0] != kv[1]:
         here, there = f"config.json: KV cache {kv[0]}", f"hf_quant_config.json: KV cache {kv[1]}"
         yield Finding("HB205", got=here, expected=there)

@@ -22,8 +22,9 @@ from halfbyte.dialects import Dialect, detect
 from halfbyte.errors import FormatError, MissingExtraError, UnreadDialectError
 from halfbyte.experts import expand
 from halfbyte.findings import Finding
-from halfbyte.modules import QUANTIZED, Headers, Module
+from halfbyte.modules import QUANTIZED, Headers, Module, Reading
 from halfbyte.numerics import reciprocal
+from halfbyte.reading import checked, reread
 from halfbyte.stored import Stored, View, as_array
 from halfbyte.weight import DenseWeight, Fp8Weight, Weight
 
@@ -49,6 +50,7 @@ class Checkpoint:
         dialect: of the tensors.
         evidence: why it is that dialect; "" for a dense checkpoint.
         modules: the tensors, grouped.
+        reading: what the caller knows better than the dialect.
         findings: what was odd about the files.
     """
 
@@ -61,6 +63,7 @@ class Checkpoint:
     evidence: str
     modules: list[Module]
     findings: list[Finding] = field(default_factory=list)
+    reading: Reading = field(default_factory=Reading)
     _originals: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __enter__(self) -> Checkpoint:
@@ -84,7 +87,7 @@ class Checkpoint:
     def headers(self) -> Headers:
         """The checkpoint as dialects see it."""
         metadata = {k: v for shard in self.shards for k, v in shard.metadata.items()}
-        return Headers(self.tensors, metadata, self.config, self.quant)
+        return Headers(self.tensors, metadata, self.config, self.quant, self.reading)
 
     @contextlib.contextmanager
     def descriptor(self, file: str) -> Iterator[int]:
@@ -265,15 +268,21 @@ def holds_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], reading: Reading | None = None) -> Checkpoint:
     """Open a directory, a safetensors file, or a name on the hub (from the local cache first).
 
+    Args:
+        path: where.
+        reading: how NVFP4 weights are stored, where that is not what their dialect says.
+
     Raises:
-        FormatError: nothing there that can be read, or files that contradict themselves.
+        FormatError: nothing there that can be read, or files that contradict themselves or ``reading``.
         MissingExtraError: a hub name without the hub client.
+        UsageError: a reading that is not known.
     """
+    known = checked(reading or Reading())
     with _without_collection():
-        return _open(_locate(os.fspath(path)))
+        return _open(_locate(os.fspath(path)), known)
 
 
 @contextlib.contextmanager
@@ -289,7 +298,7 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _open(root: Path) -> Checkpoint:
+def _open(root: Path, reading: Reading) -> Checkpoint:
     findings: list[Finding] = []
     folder = root if root.is_dir() else root.parent
     file = _index_of(root) if root.is_dir() else None
@@ -309,10 +318,12 @@ def _open(root: Path) -> Checkpoint:
         _check_index(index, tensors, findings)
     config, quant = (read_json(folder / name) for name in ("config.json", "hf_quant_config.json"))
     metadata = {k: v for shard in shards for k, v in shard.metadata.items()}
-    headers = Headers(tensors, metadata, config, quant)
+    headers = Headers(tensors, metadata, config, quant, reading)
     dialect, evidence = detect(headers)
     modules = dialect.modules(headers) if dialect.readable else []
-    checkpoint = Checkpoint(root, shards, tensors, config, quant, dialect, evidence, modules, findings)
+    if reading:
+        modules = [reread(module, reading, dialect.divides) for module in modules]
+    checkpoint = Checkpoint(root, shards, tensors, config, quant, dialect, evidence, modules, findings, reading)
     for shard in shards:
         _recall(checkpoint, shard)
     return checkpoint

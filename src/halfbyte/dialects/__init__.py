@@ -43,12 +43,12 @@ def detect(headers: Headers) -> tuple[Dialect, str]:
 
 def writable() -> list[str]:
     """The names of the dialects that halfbyte writes."""
-    return [d.name for d in DIALECTS if d.readable and d.writable]
+    return [d.name for d in DIALECTS if d.writable]
 
 
 def dialect_named(name: str) -> Dialect:
     """The dialect of that name; another name, or one that is not written yet, raises UsageError."""
     for dialect in DIALECTS:
-        if dialect.name == name and dialect.readable and dialect.writable:
+        if dialect.name == name and dialect.writable:
             return dialect
     raise UsageError("unknown dialect", got=repr(name), expected=" or ".join(writable()))
