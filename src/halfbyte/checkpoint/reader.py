@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shlex
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from halfbyte.findings import Finding
 from halfbyte.modules import QUANTIZED, Headers, Module, Reading
 from halfbyte.numerics import reciprocal
 from halfbyte.reading import checked, reread
-from halfbyte.stored import Stored, View, as_array
+from halfbyte.stored import Stored, View, read_into, read_tensor
 from halfbyte.weight import DenseWeight, Fp8Weight, Weight
 
 INDEX = "model.safetensors.index.json"
@@ -213,54 +212,6 @@ class Checkpoint:
                 if not (len(relative.parts) == 1 and (name in taken or weights)) and not name.startswith(".halfbyte"):
                     found.append(relative)
         return found
-
-
-_LAST = threading.local()
-
-
-def read_into(tensor: Stored, start: int, out: Any) -> None:
-    """Fill ``out`` (bytes,) u8 from byte ``start`` of a tensor; of one that is made from others, the last is kept.
-
-    Raises:
-        FormatError: the file has become shorter.
-    """
-    if isinstance(tensor, View) and tensor.steps:
-        if getattr(_LAST, "tensor", None) != tensor:
-            raw = np.empty(tensor.region, np.uint8)
-            _fill(tensor, tensor.start, raw)
-            _LAST.tensor, _LAST.made = tensor, tensor.make(raw)
-        out[...] = _LAST.made[start : start + len(out)]
-    else:
-        _fill(tensor, tensor.start + start, out)
-
-
-def read_tensor(tensor: Stored) -> Any:
-    """The array of a tensor, in its dtype.
-
-    Raises:
-        FormatError: the file has become shorter.
-    """
-    raw = np.empty(tensor.nbytes, np.uint8)
-    read_into(tensor, 0, raw)
-    return as_array(raw, tensor.dtype, tensor.shape)
-
-
-def _fill(tensor: Stored, position: int, out: Any) -> None:
-    view = memoryview(out)
-    fd = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        while view:
-            try:
-                count = os.preadv(fd, [view], position)
-            except OSError as error:
-                raise FormatError(
-                    "cannot read the file", file=tensor.file, tensor=tensor.name, got=error.strerror
-                ) from None
-            if count == 0:
-                raise FormatError("the file became shorter while it was read", file=tensor.file, tensor=tensor.name)
-            view, position = view[count:], position + count
-    finally:
-        os.close(fd)
 
 
 def holds_weights(folder: Path) -> bool:
