@@ -231,7 +231,7 @@ def open_checkpoint(path: str | os.PathLike[str], reading: Reading | None = None
         MissingExtraError: a hub name without the hub client.
         UsageError: a reading that is not known.
     """
-    known = checked(reading or Reading())
+    known = checked(Reading() if reading is None else reading)
     with _without_collection():
         return _open(_locate(os.fspath(path)), known)
 
