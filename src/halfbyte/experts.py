@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Final
@@ -40,7 +40,7 @@ COLUMNS: Final = {"gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "open
 """Model types whose dense stacks are (E, K, N); those of all others are (E, N, K)."""
 
 _NUMBERED = re.compile(r"(.*\bexperts)\.(\d+)\.([^.]+)")
-_COMPANIONS: Final = {
+COMPANIONS: Final = {
     "_weight_scale": "scales",
     "_weight_scale_2": "scale2",
     "_input_scale": "input_scale",
@@ -85,19 +85,19 @@ def _stack_of(
         return stem, "mxfp4", {"codes": tensor, "scales": scales} | _roles(stem, group, ("bias",))
     stem = suffix.removesuffix("_weight")
     if tensor.dtype in ("U8", "I8", "F4") and f"{stem}_weight_scale" in group:
-        return stem, "nvfp4", {"codes": tensor} | _roles(stem, group, _COMPANIONS.values())
+        return stem, "nvfp4", {"codes": tensor} | _roles(stem, group, COMPANIONS.values())
     if not parent.rpartition(".")[2].endswith("experts") or len(tensor.shape) != 3:
         return None
     if tensor.dtype == "F8_E4M3" and f"{stem}_weight_scale" in group:
         roles = _roles(stem, group, ("scales", "input_scale", "bias"))
         return stem, "fp8", {"data": tensor, "scale": roles.pop("scales")} | roles
-    if tensor.dtype in FLOATS and not suffix.endswith(tuple(_COMPANIONS)):
+    if tensor.dtype in FLOATS and not suffix.endswith(tuple(COMPANIONS)):
         return stem, "dense", {"data": tensor} | _roles(stem, group, ("bias",))
     return None
 
 
 def _roles(stem: str, group: Mapping[str, Stored], wanted: Iterable[str]) -> dict[str, Stored]:
-    names = {role: f"{stem}{ending}" for ending, role in _COMPANIONS.items() if role in wanted}
+    names = {role: f"{stem}{ending}" for ending, role in COMPANIONS.items() if role in wanted}
     return {role: group[name] for role, name in names.items() if name in group}
 
 
@@ -314,6 +314,130 @@ def stacked_arrays(
             raise FormatError("the experts have different pre_scales", tensor=module.roles["pre_scale"].name)
         get["pre_scale"] = pre.reshape(experts, -1)[0]
     return get, out
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Layers of experts that are to be one stack.
+
+    Attributes:
+        name: of the stack, such as ``model.layers.0.mlp.experts.gate_up_proj``.
+        stack: how it is to lie.
+        experts: the layers of each expert; two of them are gate and up.
+    """
+
+    name: str
+    stack: Stack
+    experts: tuple[tuple[Module, ...], ...]
+
+    @property
+    def module(self) -> Module:
+        """The first layer of the first expert, which all others are like."""
+        return self.experts[0][0]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, N, K) of the stack."""
+        n, k = self.module.shape
+        return len(self.experts), n * len(self.experts[0]), k
+
+
+_STEM_OF: Final = {pair: stem for stem, pair in GATE_UP.items()}
+
+
+def bundled(modules: Iterable[Module], columns: bool, gate_up: str) -> tuple[list[Module | Bundle], dict[str, str]]:
+    """Layers of experts as bundles, and the other modules, in the order of their first tensors.
+
+    Experts stay single where no stack is written of their kind; the second result gives them with the reason.
+
+    Raises:
+        FormatError: the experts of a layer are not numbered 0 to E - 1, or not alike.
+    """
+    families: dict[tuple[str, str], dict[int, Module]] = {}
+    order: list[Module | tuple[str, str]] = []
+    for module in modules:
+        found = numbered(module.name)
+        if found is None or len(module.shape) != 2:
+            order.append(module)
+            continue
+        parent, number, part = found
+        if (parent, part) not in families:
+            order.append((parent, part))
+        families.setdefault((parent, part), {})[number] = module
+    result: list[Module | Bundle] = []
+    left: dict[str, str] = {}
+    for entry in order:
+        if isinstance(entry, Module):
+            result.append(entry)
+            continue
+        if entry not in families:
+            continue  # gone into the stack of its pair
+        parent, part = entry
+        pair = next((pair for pair in _STEM_OF if part in pair and all((parent, p) in families for p in pair)), None)
+        names = pair or (part,)
+        members = [families.pop((parent, name)) for name in names]
+        reason = _alone(members)
+        if reason is not None:
+            left[f"{parent}.*.{'|'.join(names)}"] = reason
+            result += [m for family in members for _, m in sorted(family.items())]
+            continue
+        name = f"{parent}.{_STEM_OF[pair] if pair else part}"
+        _check_alike(name, members)
+        experts = tuple(tuple(family[e] for family in members) for e in range(len(members[0])))
+        result.append(Bundle(name, Stack(columns, gate_up if pair else None), experts))
+    return result, left
+
+
+def _alone(families: list[dict[int, Module]]) -> str | None:
+    """Why experts of this kind are not stacked, or None."""
+    kinds = {module.kind for family in families for module in family.values()}
+    if kinds == {"fp8"}:
+        per_tensor = all(prod(m.roles["scale"].shape) == 1 for f in families for m in f.values() if "scale" in m.roles)
+        return None if per_tensor else "FP8 with a scale for each row or block"
+    odd = kinds - {"nvfp4", "dense"}
+    return f"kind {min(odd)}" if odd and len(kinds) == 1 else None
+
+
+def _check_alike(name: str, families: list[dict[int, Module]]) -> None:
+    first = families[0][min(families[0])]
+    for family in families:
+        if sorted(family) != list(range(len(families[0]))):
+            missing = sorted(set(range(max(map(max, families)) + 1)) - set(family))
+            raise FormatError(
+                "the experts of a stack must be numbered from 0 without a hole",
+                tensor=name,
+                got=f"{len(family)} experts" + (f", without {missing[0]}" if missing else ""),
+                expected=f"{len(families[0])}",
+                hint="pass --experts split, or add the missing experts",
+            )
+        for module in family.values():
+            mine, theirs = ((m.kind, m.shape, sorted(m.roles), m.main.dtype if m.main else "") for m in (module, first))
+            if mine != theirs:
+                raise FormatError(
+                    "the experts of a stack must be alike",
+                    file=module.main.file if module.main else None,
+                    tensor=module.name,
+                    got=f"{mine[0]} {list(mine[1])} with {', '.join(mine[2])}",
+                    expected=f"{theirs[0]} {list(theirs[1])} with {', '.join(theirs[2])}",
+                    hint="pass --experts split",
+                )
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The bytes of one expert of a stack from its layers' matrices; see gather."""
+
+    stack: Stack
+    columns: bool
+    item: int
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        """(bytes,) u8 of matrices (rows, ...) of any dtype."""
+        return gather(self.stack, self.columns, self.item, [_rows_of_bytes(a) for a in arrays])
+
+
+def _rows_of_bytes(a: Any) -> Any:
+    return np.ascontiguousarray(a).reshape(a.shape[0], -1).view(np.uint8)
 
 
 def gather(stack: Stack, columns: bool, item: int, parts: list[Any]) -> Any:

@@ -5,15 +5,15 @@ A dialect is mostly a table: for each kind of weight, the suffix of each role; s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
 from halfbyte.errors import FormatError, UnreadDialectError
-from halfbyte.experts import stack_form, stacked_arrays, stacks
+from halfbyte.experts import Bundle, stack_form, stacked_arrays, stacks
 from halfbyte.modules import (
     BYTES,
     QUANTIZED,
@@ -34,20 +34,45 @@ Read = Callable[[Stored], Any]
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Some bytes of a tensor to write.
+
+    Attributes:
+        start: where they begin in the tensor.
+        sources: the tensors that they come from.
+        join: makes them from the sources' arrays; without it they are the bytes of the one source.
+    """
+
+    start: int
+    sources: tuple[Stored, ...]
+    join: Callable[[Sequence[Any]], Any] | None = None
+
+
+@dataclass(frozen=True)
 class Output:
     """One tensor to write, and what it is made of.
 
     Attributes:
         stored: name, dtype and shape.
-        source: the tensor that it comes from.
-        how: "copy" (the same bytes) or "scalar" (f32 numbers that may be inverted, see ``invert``).
-        invert: whether the stored number is the reciprocal of the source's.
+        pieces: cover it.
+        numbers: whether it holds scales, which become f32 and may be inverted; one source for each piece.
+        invert: whether the stored numbers are the reciprocals of the sources'.
     """
 
     stored: Stored
-    source: Stored
-    how: Literal["copy", "scalar"]
+    pieces: tuple[Piece, ...]
+    numbers: bool = False
     invert: bool = False
+
+    @classmethod
+    def of(cls, stored: Stored, source: Stored, numbers: bool = False, invert: bool = False) -> Output:
+        """One made of one source."""
+        return cls(stored, (Piece(0, (source,)),), numbers, invert)
+
+    @property
+    def sources(self) -> list[Stored]:
+        """All tensors that it comes from."""
+        return [source for piece in self.pieces for source in piece.sources]
 
 
 @dataclass(frozen=True)
@@ -209,10 +234,18 @@ class Dialect:
         """The tensors that this dialect writes for a module read from ``source``.
 
         Raises:
-            FormatError: a companion that this dialect has no place for.
+            FormatError: a weight or a companion that this dialect has no place for.
         """
         if module.kind in ("dense", "none"):
-            return [Output(t, t, "copy") for t in module.tensors]
+            return [Output.of(t, t) for t in module.tensors]
+        if module.kind == "unread":
+            raise FormatError(
+                f"a weight of this format has no place in {self.title}",
+                file=module.main.file if module.main else None,
+                tensor=module.name,
+                got=str(module.main),
+                hint="keep the checkpoint in its own dialect",
+            )
         table = self.suffixes.get(module.kind, {})
         refuse_companions(module, set(module.roles) - set(table), f"have no place in {self.title}")
         invert = module.kind == "nvfp4" and self.divides != source.divides
@@ -222,13 +255,23 @@ class Dialect:
         source, name = module.roles[role], module.member(suffix)
         if role == "codes":
             shape = (*module.shape[:-1], module.shape[-1] // 2)
-            return Output(Stored(name, "U8", shape), source, "copy")
+            return Output.of(Stored(name, "U8", shape), source)
         if role in ("scale2", "input_scale", "scale") and source.dtype in FLOATS:
             shape = self.scalar_shape if prod(source.shape) == 1 else source.shape
             if role == "scale" and source.shape in ((module.shape[0],), (module.shape[0], 1)):
                 shape = (module.shape[0], 1)[: self.row_scale_axes]
-            return Output(Stored(name, "F32", shape), source, "scalar", invert and role != "scale")
-        return Output(Stored(name, source.dtype, source.shape), source, "copy")
+            return Output.of(Stored(name, "F32", shape), source, True, invert and role != "scale")
+        return Output.of(Stored(name, source.dtype, source.shape), source)
+
+    def stack_outputs(self, bundle: Bundle, source: Dialect) -> list[Output]:
+        """The tensors that this dialect writes for a stack of experts.
+
+        Raises:
+            FormatError: it has no place for stacks, or for a companion.
+        """
+        raise FormatError(
+            f"stacks of experts have no place in {self.title}", tensor=bundle.name, hint="pass --experts split"
+        )
 
     def layers(self, headers: Headers) -> Callable[[str, str], Layer | None] | None:
         """What the config says: a function of (module name, class), or None where there is no such config."""
