@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
+
+from halfbyte.errors import FormatError
 
 DTYPE_BITS: Final[dict[str, int]] = {
     "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F32": 32, "U32": 32, "I32": 32,
@@ -66,6 +69,47 @@ def as_array(raw: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     if dtype not in _NUMPY:
         return raw  # of a type that NumPy does not know, or rows that end inside a byte
     return raw.view(_NUMPY[dtype]).reshape(shape)
+
+
+def rows_of(tensor: Stored, a: int, b: int) -> Stored:
+    """Entries a..b along the first axis, which lie together."""
+    each = tensor.nbytes // max(tensor.shape[0], 1)
+    shape = (b - a, *tensor.shape[1:])
+    return replace(tensor, shape=shape, start=tensor.start + a * each, nbytes=(b - a) * each)
+
+
+def read_into(tensor: Stored, start: int, out: Any) -> None:
+    """Fill ``out`` (bytes,) u8 from byte ``start`` of a tensor, whose file is opened for it.
+
+    Raises:
+        FormatError: the file has become shorter, or cannot be read.
+    """
+    view, position = memoryview(out), tensor.start + start
+    fd = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while view:
+            try:
+                count = os.preadv(fd, [view], position)
+            except OSError as error:
+                raise FormatError(
+                    "cannot read the file", file=tensor.file, tensor=tensor.name, got=error.strerror
+                ) from None
+            if count == 0:
+                raise FormatError("the file became shorter while it was read", file=tensor.file, tensor=tensor.name)
+            view, position = view[count:], position + count
+    finally:
+        os.close(fd)
+
+
+def read_tensor(tensor: Stored) -> Any:
+    """The array of a tensor, in its dtype (bfloat16 and float8 are those of ml_dtypes).
+
+    Raises:
+        FormatError: the file has become shorter.
+    """
+    raw = np.empty(tensor.nbytes, np.uint8)
+    read_into(tensor, 0, raw)
+    return as_array(raw, tensor.dtype, tensor.shape)
 
 
 def header_dtype(array: Any) -> str:

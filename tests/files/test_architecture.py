@@ -23,14 +23,15 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "numerics": ("errors",),
     "stored": ("errors",),
     "patterns": ("errors",),
+    "tasks": ("errors",),
     "modules": BASE,
     "weight": BASE,
     "recipes": MEANING,
     "layouts": MEANING,
     "diagnose": (*MEANING, "layouts"),
     "dialects": (*FILES, "modules"),
-    "checkpoint": (*FILES, "modules", "dialects"),
-    "tools": (*FILES, "diagnose", "modules", "dialects", "checkpoint"),
+    "checkpoint": (*FILES, "tasks", "modules", "dialects"),
+    "tools": (*FILES, "tasks", "diagnose", "modules", "dialects", "checkpoint"),
     "cli": (*FILES, "explanations", "modules", "dialects", "checkpoint", "tools"),
     "kernels": (*MEANING, "layouts"),
     "ops": RUN,
@@ -42,8 +43,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- weight <-
 recipes, layouts <- dialects <- checkpoint <- tools <- cli, and weight <- layouts <- kernels <- ops <- nn."""
 
-CHAIN = {"reader": {"header"}, "writer": {"header", "reader"}, "consistency": {"header", "reader"}}
-"""Inside checkpoint: header <- reader <- writer, consistency."""
+CHAIN = {
+    "reader": {"header"},
+    "writer": {"header", "reader", "workdir"},
+    "consistency": {"header", "reader"},
+}
+"""Inside checkpoint: header <- reader <- writer, consistency; workdir <- writer."""
 
 MODULES = sorted(SOURCE.rglob("*.py"))
 ids = pytest.mark.parametrize("file", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))

@@ -22,7 +22,7 @@ from halfbyte.errors import FormatError, MissingExtraError, UnreadDialectError
 from halfbyte.findings import Finding
 from halfbyte.modules import BYTES, Headers, Module
 from halfbyte.numerics import reciprocal
-from halfbyte.stored import Stored, as_array
+from halfbyte.stored import Stored, as_array, read_into
 from halfbyte.weight import DenseWeight, Fp8Weight, Weight
 
 INDEX = "model.safetensors.index.json"
@@ -84,33 +84,13 @@ class Checkpoint:
         metadata = {k: v for shard in self.shards for k, v in shard.metadata.items()}
         return Headers(self.tensors, metadata, self.config, self.quant)
 
-    @contextlib.contextmanager
-    def descriptor(self, file: str) -> Iterator[int]:
-        """One of the shards, open for positioned reads; thousands of shards need no thousands of descriptors."""
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-
     def read_into(self, tensor: Stored, start: int, out: Any) -> None:
         """Fill ``out`` (bytes,) u8 from byte ``start`` of a tensor.
 
         Raises:
             FormatError: the file has become shorter.
         """
-        view, position = memoryview(out), tensor.start + start
-        with self.descriptor(tensor.file) as fd:
-            while view:
-                try:
-                    count = os.preadv(fd, [view], position)
-                except OSError as error:
-                    raise FormatError(
-                        "cannot read the file", file=tensor.file, tensor=tensor.name, got=error.strerror
-                    ) from None
-                if count == 0:
-                    raise FormatError("the file became shorter while it was read", file=tensor.file, tensor=tensor.name)
-                view, position = view[count:], position + count
+        read_into(tensor, start, out)
 
     def read(self, tensor: Stored | str) -> Any:
         """The array of a tensor, in its dtype (bfloat16 and float8 are those of ml_dtypes).

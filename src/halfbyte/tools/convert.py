@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
@@ -13,23 +12,26 @@ from typing import Any
 import numpy as np
 
 from halfbyte.checkpoint.consistency import config_facts, header_findings, quantized
+from halfbyte.checkpoint.header import Header
 from halfbyte.checkpoint.reader import PROVENANCE, Checkpoint, encode_provenance, open_checkpoint
-from halfbyte.checkpoint.writer import CheckpointWriter, check_target, distribute, parse_size, shard_names
+from halfbyte.checkpoint.writer import CheckpointWriter, Shard, distribute, parse_size, shard_names, write_pieces
 from halfbyte.dialects import Dialect, Output, dialect_named
 from halfbyte.errors import FormatError, UsageError
-from halfbyte.findings import Report, in_order
+from halfbyte.findings import Finding, Report, in_order
 from halfbyte.modules import Module, refuse_broken
 from halfbyte.numerics import reciprocal
 from halfbyte.stored import Stored, byte_count
+from halfbyte.tasks import Step, Task, Where
 from halfbyte.tools.base import (
     CHUNK,
+    File,
     Meter,
     Progress,
-    copy_jobs,
-    directory_bytes,
+    Work,
+    Writing,
     dropped_files,
-    run,
-    worker_count,
+    opened,
+    write_checkpoint,
     write_side_files,
 )
 
@@ -43,7 +45,9 @@ def convert(
     max_shard_size: str | None = None,
     force: bool = False,
     dry_run: bool = False,
+    resume: bool = False,
     workers: int | None = None,
+    executor: Where = None,
     progress: Progress | None = None,
 ) -> Report:
     """Write a quantized checkpoint in another dialect, without changing a code or a block scale.
@@ -54,78 +58,92 @@ def convert(
         to: the dialect to write, "modelopt" or "compressed-tensors".
         prove: read the result back and compare every tensor with its source before it gets its name.
         max_shard_size: such as "5GB"; by default the shards stay as they are.
-        force: replace ``dst`` if it exists.
-        dry_run: plan and sizes; writes nothing.
-        workers: threads; by default one for each core.
+        force: replace ``dst`` if it exists; start over where a killed run has left unfinished work.
+        dry_run: plan, sizes and peak memory; writes nothing.
+        resume: go on with what a killed run of the same call has left, if there is any.
+        workers: tasks at once; by default one for each core.
+        executor: runs the tasks instead of threads.
         progress: told of bytes written, and with ``prove`` of bytes compared.
 
     Returns:
         A report; its facts are "src", "dst", "from", "to", "tensors" and "files" (each with what
-        became of it and why), "bytes_out", "proven" (tensors compared) and "seconds".
+        became of it and why), "bytes_out", "workers", "peak_bytes" (the most memory that the run adds), "proven"
+        (tensors compared) and "seconds".
 
     Raises:
         HalfbyteError: a source that cannot be read, a tensor the target has no place for, a target that
             may not be written, or a proof that failed. Nothing is left behind.
     """
-    started = time.perf_counter()
+    how = Writing(dst, force, dry_run, resume, workers, executor, progress)
     target = dialect_named(to)
     limit = None if max_shard_size is None else parse_size(max_shard_size)
-    threads = worker_count(workers)
-    with open_checkpoint(src) as checkpoint:
-        check_target(Path(dst), force, checkpoint.path)
-        checkpoint.require_readable()
+    with opened(src, how) as checkpoint:
         if not quantized(checkpoint):
             raise UsageError(
                 "there is nothing quantized in this checkpoint",
                 file=str(checkpoint.path),
                 hint="run halfbyte quantize to quantize it",
             )
-        source = checkpoint.dialect
-        same = target is source
+        return write_checkpoint(_Convert(checkpoint, target, limit, prove, str(dst)), how)
+
+
+class _Convert(Work):
+    """Copies and, for another dialect, numbers; in the same dialect with the same shards, copies of whole files."""
+
+    command = "convert"
+    spread = True
+
+    def __init__(self, checkpoint: Checkpoint, target: Dialect, limit: int | None, prove: bool, dst: str) -> None:
+        self.checkpoint, self.prove = checkpoint, prove
+        self.same = target is checkpoint.dialect
+        self.verbatim = self.same and limit is None
+        self.options = {"to": target.name, "max_shard_size": limit}
         outputs = _outputs(checkpoint, target)
-        numbers, originals = _scalars(checkpoint, outputs)
-        shards = _shards(checkpoint, outputs, limit)
-        config = None if same else target.config(config_facts(checkpoint, {m.name: m for m in quantized(checkpoint)}))
-        findings = in_order(f for f in header_findings(checkpoint) if f.severity != "note")
-        facts: dict[str, Any] = {
+        self._numbers, originals = _scalars(checkpoint, outputs)
+        self._members = {} if self.verbatim else _shards(checkpoint, outputs, limit)
+        self.files = {name: self._file(members, originals) for name, members in self._members.items()}
+        if self.verbatim:
+            self.files = {Path(shard.file).name: _whole(shard) for shard in checkpoint.shards}
+        self.config = (
+            None if self.same else target.config(config_facts(checkpoint, {m.name: m for m in quantized(checkpoint)}))
+        )
+        self.index = str(checkpoint.index) if limit is None and checkpoint.index and not self.verbatim else ""
+        self.checked_bytes = sum(o.source.nbytes for o in outputs) if prove else 0
+        self.facts = {
             "src": str(checkpoint.path),
-            "dst": str(dst),
-            "from": source.name,
+            "dst": dst,
+            "from": checkpoint.dialect.name,
             "to": target.name,
             "tensors": [_listed(o) for o in outputs],
             "bytes_out": sum(byte_count(o.stored.dtype, o.stored.shape) for o in outputs),
         }
-        if dry_run:
-            return Report("convert", findings, facts | {"dry_run": True, "shards": len(shards), "peak_bytes": 64 << 20})
-        verbatim = same and limit is None
-        with CheckpointWriter(Path(dst), force) as writer:
-            meter = Meter(sum(o.source.nbytes for o in outputs) * (2 if prove else 1), progress)
 
-            def write(name: str, members: list[Output]) -> None:
-                metadata = _metadata(checkpoint, members, originals)
-                shard = writer.shard(name, [o.stored for o in members], metadata)
-                for output in members:
-                    if output.how == "scalar":
-                        shard.write(output.stored.name, numbers[output.stored.name])
-                        meter.add(output.source.nbytes)
-                pairs = [(o.stored.name, o.source) for o in members if o.how == "copy"]
-                run(copy_jobs(checkpoint, shard, pairs, meter), 1, meter)
-                shard.finish()
+    def _file(self, members: list[Output], originals: Mapping[str, np.float32]) -> File:
+        copies = [(o.stored.name, o.source) for o in members if o.how == "copy"]
+        metadata = _metadata(self.checkpoint, members, originals)
+        return File([o.stored for o in members], sum(o.source.nbytes for o in members), copies, metadata)
 
-            # One shard is copied while another is synced.
-            run([partial(write, *shard) for shard in shards.items()] if not verbatim else [], threads, meter)
-            if config is None:
-                facts["files"] = _carry_all(writer, checkpoint, verbatim, meter)
-            else:
-                facts["files"] = write_side_files(writer, checkpoint, *config)
-            mirrored = limit is None and checkpoint.index is not None and not verbatim
-            sealed = writer.seal(str(checkpoint.index) if mirrored else "")
-            if prove:
-                facts["proven"] = _prove(checkpoint, sealed, meter)
-            facts["bytes_on_disk"] = directory_bytes(sealed)
-            writer.commit()
-        facts["seconds"] = round(time.perf_counter() - started, 3)
-        return Report("convert", findings, facts)
+    def steps(self, name: str, shard: Shard) -> list[Step]:
+        scalars = [o for o in self._members[name] if o.how == "scalar"]
+        pieces = [(shard.piece(o.stored.name), self._numbers[o.stored.name]) for o in scalars]
+        return [Task(partial(write_pieces, pieces), sum(o.source.nbytes for o in scalars))] if pieces else []
+
+    def side_files(self, writer: CheckpointWriter) -> list[dict[str, str]]:
+        if self.config is not None:
+            return write_side_files(writer, self.checkpoint, *self.config)
+        return _carry_all(writer, self.checkpoint, self.verbatim)
+
+    def check(self, sealed: Path, meter: Meter) -> dict[str, Any]:
+        return {"proven": _prove(self.checkpoint, sealed, meter)} if self.prove else {}
+
+    def findings(self) -> tuple[Finding, ...]:
+        return in_order(f for f in header_findings(self.checkpoint) if f.severity != "note")
+
+
+def _whole(shard: Header) -> File:
+    """A shard that is copied as it is; all that its header states must be there."""
+    file, end = Path(shard.file), max((t.start + t.nbytes for t in shard.tensors), default=0)
+    return File((), max(file.stat().st_size, end), whole=file)
 
 
 def _outputs(checkpoint: Checkpoint, target: Dialect) -> list[Output]:
@@ -220,22 +238,15 @@ def _metadata(checkpoint: Checkpoint, outputs: list[Output], originals: Mapping[
     )
 
 
-def _carry_all(writer: CheckpointWriter, checkpoint: Checkpoint, shards: bool, meter: Meter) -> list[dict[str, str]]:
-    """Carry every file: the configs and, with ``shards``, the weights and their index."""
+def _carry_all(writer: CheckpointWriter, checkpoint: Checkpoint, verbatim: bool) -> list[dict[str, str]]:
+    """Carry every file beside the weights: the configs and, where the shards are copied whole, their index."""
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     names = checkpoint.carried_files()
     names += [Path(n) for n in ("config.json", "hf_quant_config.json") if (folder / n).is_file()]
-    if shards:
-        names += [Path(Path(shard.file).name) for shard in checkpoint.shards]
-        names += [checkpoint.index] if checkpoint.index else []
+    names += [checkpoint.index] if verbatim and checkpoint.index else []
     for name in names:
         writer.carry(folder / name, name)
-    for shard in checkpoint.shards if shards else ():
-        size, expected = os.stat(shard.file).st_size, max((t.start + t.nbytes for t in shard.tensors), default=0)
-        if size < expected:
-            raise FormatError("the file became shorter while it was read", file=shard.file, got=size, expected=expected)
-    if shards:
-        meter.add(sum(t.nbytes for t in checkpoint.tensors.values()))
+    names += [Path(Path(shard.file).name) for shard in checkpoint.shards] if verbatim else []
     listed = [{"file": str(name), "action": "copied", "reason": "the dialect stays"} for name in names]
     return listed + dropped_files(checkpoint)
 
