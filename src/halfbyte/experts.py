@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Final
@@ -68,12 +68,12 @@ def stacks(headers: Headers, parent: str, group: dict[str, Stored]) -> Iterator[
         unknown = [t for s, t in group.items() if s.startswith(f"{stem}_") and t.name not in taken]
         name = f"{parent}.{stem}" if parent else stem
         module = Module(name, kind, roles, tuple(unknown))
-        stack = stack_form(headers, module)
-        if stack is None:
+        module = as_stack(headers, module)
+        if module.stack is None:
             continue
-        for t in (*roles.values(), *unknown):
+        for t in module.tensors:
             del group[t.name.rpartition(".")[2]]
-        yield replace(module, stack=stack)
+        yield module
 
 
 def _stack_of(
@@ -99,6 +99,16 @@ def _stack_of(
 def _roles(stem: str, group: Mapping[str, Stored], wanted: Iterable[str]) -> dict[str, Stored]:
     names = {role: f"{stem}{ending}" for ending, role in COMPANIONS.items() if role in wanted}
     return {role: group[name] for role, name in names.items() if name in group}
+
+
+def as_stack(headers: Headers, module: Module) -> Module:
+    """The module with its stack, if it can be told how it lies; a bias of another shape is not one."""
+    module = replace(module, stack=stack_form(headers, module))
+    bias = module.roles.get("bias")
+    if module.stack is None or bias is None or bias.shape == module.shape[:-1]:
+        return module
+    roles = {role: tensor for role, tensor in module.roles.items() if role != "bias"}
+    return replace(module, roles=roles, unknown=(*module.unknown, bias))
 
 
 def stack_form(headers: Headers, module: Module) -> Stack | None:
@@ -345,24 +355,32 @@ class Bundle:
 _STEM_OF: Final = {pair: stem for stem, pair in GATE_UP.items()}
 
 
-def bundled(modules: Iterable[Module], columns: bool, gate_up: str) -> tuple[list[Module | Bundle], dict[str, str]]:
+def bundled(
+    modules: Iterable[Module], form: Callable[[Module], Stack | None]
+) -> tuple[list[Module | Bundle], dict[str, str]]:
     """Layers of experts as bundles, and the other modules, in the order of their first tensors.
 
     Experts stay single where no stack is written of their kind; the second result gives them with the reason.
+
+    Args:
+        modules: layers of two axes, and others.
+        form: how the stack of a layer is to lie; None leaves it single.
 
     Raises:
         FormatError: the experts of a layer are not numbered 0 to E - 1, or not alike.
     """
     families: dict[tuple[str, str], dict[int, Module]] = {}
     order: list[Module | tuple[str, str]] = []
+    forms: dict[tuple[str, str], Stack] = {}
     for module in modules:
-        found = numbered(module.name)
-        if found is None or len(module.shape) != 2:
+        found, stack = numbered(module.name), form(module)
+        if found is None or len(module.shape) != 2 or stack is None:
             order.append(module)
             continue
         parent, number, part = found
         if (parent, part) not in families:
             order.append((parent, part))
+            forms[parent, part] = stack
         families.setdefault((parent, part), {})[number] = module
     result: list[Module | Bundle] = []
     left: dict[str, str] = {}
@@ -384,7 +402,8 @@ def bundled(modules: Iterable[Module], columns: bool, gate_up: str) -> tuple[lis
         name = f"{parent}.{_STEM_OF[pair] if pair else part}"
         _check_alike(name, members)
         experts = tuple(tuple(family[e] for family in members) for e in range(len(members[0])))
-        result.append(Bundle(name, Stack(columns, gate_up if pair else None), experts))
+        stack = forms[parent, part]
+        result.append(Bundle(name, stack if pair else replace(stack, gate_up=None), experts))
     return result, left
 
 

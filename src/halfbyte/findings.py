@@ -61,6 +61,7 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB211": ("warning", "fewer layers than the config says"),
     # options
     "HB301": ("warning", "pattern that selects no module"),
+    "HB302": ("warning", "weight whose values the conversion has rounded"),
     # diff
     "HB401": ("error", "module in one checkpoint only"),
     "HB402": ("error", "values differ"),

@@ -24,17 +24,19 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "numerics": ("errors",),
     "stored": ("errors",),
     "patterns": ("errors",),
+    "tasks": ("errors",),
     "modules": BASE,
     "experts": (*BASE, "modules"),
     "weight": BASE,
     "mxfp4": MEANING,
+    "casts": (*MEANING, "mxfp4", "modules"),
     "recipes": MEANING,
     "layouts": MEANING,
     "diagnose": (*MEANING, "layouts", *STACKS),
     "reading": (*MEANING, "layouts", "modules", "experts"),
     "dialects": (*FILES, "modules", "experts"),
-    "checkpoint": (*FILES, *STACKS, "dialects"),
-    "tools": (*FILES, *STACKS, "diagnose", "mxfp4", "dialects", "checkpoint"),
+    "checkpoint": (*FILES, *STACKS, "tasks", "dialects"),
+    "tools": (*FILES, *STACKS, "tasks", "diagnose", "casts", "dialects", "checkpoint"),
     "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
     "kernels": (*MEANING, "layouts"),
     "ops": RUN,
@@ -46,8 +48,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- weight <-
 recipes, layouts <- dialects <- checkpoint <- tools <- cli, and weight <- layouts <- kernels <- ops <- nn."""
 
-CHAIN = {"reader": {"header"}, "writer": {"header", "reader"}, "consistency": {"header", "reader"}}
-"""Inside checkpoint: header <- reader <- writer, consistency."""
+CHAIN = {
+    "reader": {"header"},
+    "writer": {"header", "reader", "workdir"},
+    "consistency": {"header", "reader"},
+}
+"""Inside checkpoint: header <- reader <- writer, consistency; workdir <- writer."""
 
 MODULES = sorted(SOURCE.rglob("*.py"))
 ids = pytest.mark.parametrize("file", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))

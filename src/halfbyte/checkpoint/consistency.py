@@ -104,9 +104,12 @@ def linear_modules(checkpoint: Checkpoint) -> dict[str, str]:
     return {name: cls for name, cls in dense if cls is not None}
 
 
-def config_facts(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Facts:
-    """What a config has to say of a checkpoint in which ``modules`` are quantized."""
-    dense = {name: cls for name, cls in linear_modules(checkpoint).items() if name not in modules}
+def config_facts(
+    checkpoint: Checkpoint, modules: Mapping[str, Module], dense: Mapping[str, str] | None = None
+) -> Facts:
+    """What a config has to say of a checkpoint in which ``modules`` are quantized; ``dense`` as of linear_modules."""
+    others = linear_modules(checkpoint) if dense is None else dense
+    dense = {name: cls for name, cls in others.items() if name not in modules}
     if checkpoint.config.get("tie_word_embeddings") is True and "lm_head" not in modules:
         dense["lm_head"] = "Linear"  # not on disk, but engines build it and ask how
     return Facts(modules, dense, kv_format(checkpoint.headers))

@@ -88,15 +88,6 @@ class Checkpoint:
         metadata = {k: v for shard in self.shards for k, v in shard.metadata.items()}
         return Headers(self.tensors, metadata, self.config, self.quant, self.reading)
 
-    @contextlib.contextmanager
-    def descriptor(self, file: str) -> Iterator[int]:
-        """One of the shards, open for positioned reads; thousands of shards need no thousands of descriptors."""
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-
     def read_into(self, tensor: Stored, start: int, out: Any) -> None:
         """Fill ``out`` (bytes,) u8 from byte ``start`` of a tensor.
 

@@ -38,9 +38,10 @@ def shared_options(command: F) -> F:
 def writing_options(command: F) -> F:
     """Options of every verb that writes a checkpoint."""
     for option in (
-        click.option("--workers", type=int, default=None, help="Threads; by default one for each core."),
+        click.option("--workers", type=int, default=None, help="Tasks at once; by default one for each core."),
         click.option("--dry-run", is_flag=True, help="Plan, sizes and peak memory; writes nothing."),
-        click.option("--force", is_flag=True, help="Replace DST if it exists."),
+        click.option("--force", is_flag=True, help="Replace DST if it exists; start over where a run was killed."),
+        click.option("--resume", is_flag=True, help="Go on with what a killed run of the same command has left."),
     ):
         command = option(command)
     return command
@@ -149,6 +150,10 @@ def wrote(report: Report, out: Console) -> list[tuple[str, Any]]:
     if facts.get("dry_run"):
         return [
             ("would write", f"{size(facts['bytes_out'])} in {plural(facts['shards'], 'shard')}"),
-            ("peak memory", f"about {size(facts['peak_bytes'])} for arrays"),
+            ("peak memory", f"at most {size(facts['peak_bytes'])} more than the headers, with {facts['workers']}"),
         ]
-    return [("wrote", f"{facts['dst']} ({size(facts['bytes_on_disk'])})"), ("seconds", facts["seconds"])]
+    return [
+        ("workers", facts["workers"]),
+        ("wrote", f"{facts['dst']} ({size(facts['bytes_on_disk'])})"),
+        ("seconds", facts["seconds"]),
+    ]

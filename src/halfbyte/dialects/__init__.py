@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfbyte.dialects.base import Dialect, Facts, Layer, Output
+from halfbyte.dialects.base import Dialect, Facts, Layer, Output, Piece
 from halfbyte.dialects.compressed_tensors import CompressedTensors
 from halfbyte.dialects.fp8 import BlockFp8
 from halfbyte.dialects.gpt_oss import GptOss
@@ -19,6 +19,7 @@ __all__ = [
     "Facts",
     "Layer",
     "Output",
+    "Piece",
     "detect",
     "dialect_named",
     "writable",

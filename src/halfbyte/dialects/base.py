@@ -6,14 +6,14 @@ A dialect is mostly a table: for each kind of weight, the suffix of each role; s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
 
 from halfbyte.errors import FormatError, UnreadDialectError
-from halfbyte.experts import Bundle, stack_form, stacked_arrays, stacks
+from halfbyte.experts import Bundle, as_stack, stacked_arrays, stacks
 from halfbyte.modules import (
     BYTES,
     QUANTIZED,
@@ -157,7 +157,7 @@ class Dialect:
             roles, rest = {"data" if t is main else suffix: t for suffix, t in group.items()}, []
         module = Module(name, kind, roles, tuple(rest))
         if kind in QUANTIZED and len(module.shape) > 2:
-            module = replace(module, stack=stack_form(headers, module))
+            module = as_stack(headers, module)
         yield module
 
     def kind_of(self, group: Mapping[str, Stored]) -> Kind:

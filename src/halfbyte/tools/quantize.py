@@ -1,41 +1,39 @@
-"""``quantize``: a dense checkpoint to NVFP4, one tensor in memory for each thread."""
+"""``quantize``: a dense checkpoint to NVFP4, in pieces of some megabytes."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
-import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from halfbyte.checkpoint.consistency import config_facts, quantized
-from halfbyte.checkpoint.reader import Checkpoint, encode_provenance, open_checkpoint
-from halfbyte.checkpoint.writer import CheckpointWriter, Shard, check_target, distribute, parse_size, shard_names
-from halfbyte.dialects import Dialect, Facts, dialect_named
+from halfbyte.checkpoint.reader import Checkpoint, encode_provenance
+from halfbyte.checkpoint.writer import CheckpointWriter, Shard, distribute, parse_size, shard_names, write_pieces
+from halfbyte.dialects import Dialect, dialect_named
 from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.findings import Finding, Report
 from halfbyte.modules import Module
 from halfbyte.numerics import BLOCK, reciprocal
 from halfbyte.patterns import Patterns, fused_group, is_head, is_router, module_class
 from halfbyte.recipes import LIKES, Like, Recipe, TensorScale, finite_amax, quantize_array, recipe_named
-from halfbyte.stored import FLOATS, Stored, byte_count
-from halfbyte.tools.base import (
-    Job,
-    Meter,
-    Progress,
-    copy_jobs,
-    directory_bytes,
-    idle,
-    run,
-    worker_count,
-    write_side_files,
-)
+from halfbyte.stored import FLOATS, Stored, byte_count, read_tensor, rows_of
+from halfbyte.tasks import Job, Step, Task, Where
+from halfbyte.tools.base import File, Progress, Work, Writing, idle, opened, pieces, write_checkpoint, write_side_files
+
+_WHOLE = 32 << 20
+"""Bytes of a dense tensor that is read once; a larger one is read twice, for its largest value and to encode it."""
+
+_PIECE = 16 << 20
+"""Bytes of it that are read at once then."""
+
+_SCRATCH = 16 << 20
+"""Memory for the temporaries of a recipe, which works on a quarter of a million values at a time."""
 
 
 def quantize_checkpoint(
@@ -51,7 +49,9 @@ def quantize_checkpoint(
     max_shard_size: str = "5GB",
     force: bool = False,
     dry_run: bool = False,
+    resume: bool = False,
     workers: int | None = None,
+    executor: Where = None,
     progress: Progress | None = None,
 ) -> Report:
     """Quantize the weights of a dense checkpoint and write it in a dialect.
@@ -66,63 +66,39 @@ def quantize_checkpoint(
         ignore: patterns of modules to leave dense.
         share_scale2: one scale2 for the parts that engines fuse (q/k/v, gate/up).
         max_shard_size: such as "5GB".
-        force: replace ``dst`` if it exists.
-        dry_run: plan and sizes; writes nothing.
-        workers: threads; by default one for each core.
+        force: replace ``dst`` if it exists; start over where a killed run has left unfinished work.
+        dry_run: plan, sizes and peak memory; writes nothing.
+        resume: go on with what a killed run of the same call has left, if there is any.
+        workers: tasks at once; by default one for each core.
+        executor: runs the tasks instead of threads; "processes" starts some where there is enough work, which a
+            script must then call for under ``if __name__ == "__main__":``.
         progress: told of source bytes done.
 
     Returns:
         A report; its facts are "src", "dst", "dialect", "quantized" and "skipped" (name and reason of
-        each), "files", "bytes_in", "bytes_out", "peak_bytes" (an estimate) and "seconds".
+        each), "files", "bytes_in", "bytes_out", "workers", "peak_bytes" (the most memory that the run adds) and
+        "seconds".
 
     Raises:
         HalfbyteError: a source that cannot be read or quantized, a target that may not be written.
             Nothing is left behind.
     """
-    started = time.perf_counter()
+    how = Writing(dst, force, dry_run, resume, workers, executor, progress)
     chosen, target, size = recipe_named(recipe), dialect_named(to), parse_size(max_shard_size)
     if like not in LIKES:
         raise UsageError("unknown peer", got=repr(like), expected=" or ".join(LIKES))
-    threads = worker_count(workers)
-    with open_checkpoint(src) as checkpoint:
-        check_target(Path(dst), force, checkpoint.path)
+    with opened(src, how) as checkpoint:
         wanted, unwanted = Patterns(targets), Patterns(ignore)
-        chosen_modules, skipped = _choose(checkpoint, wanted, unwanted)
-        findings = idle(wanted, unwanted)
-        plan = _Plan(checkpoint, target, chosen, like, _shared(chosen_modules) if share_scale2 else {})
-        outputs = [t for module in checkpoint.modules for t in plan.outputs(module, module.name in chosen_modules)]
-        shards = distribute(outputs, size)
-        facts: dict[str, Any] = {
-            "src": str(checkpoint.path),
-            "dst": str(dst),
-            "dialect": target.name,
-            "recipe": chosen.name,
-            "quantized": [{"name": m.name, "shape": list(m.shape)} for m in chosen_modules.values()],
-            "skipped": skipped,
-            "bytes_in": sum(t.nbytes for t in checkpoint.tensors.values()),
-            "bytes_out": sum(byte_count(t.dtype, t.shape) for t in outputs),
-            "peak_bytes": plan.peak_bytes(chosen_modules, threads),
-        }
-        if dry_run:
-            return Report("quantize", tuple(findings), facts | {"dry_run": True, "shards": len(shards)})
-        with CheckpointWriter(Path(dst), force) as writer:
-            meter = Meter(facts["bytes_in"], progress)
-            for name, tensors in zip(shard_names(len(shards)), shards, strict=True):
-                plan.write(writer, name, tensors, chosen_modules, meter, threads)
-            section, extra = target.config(plan.facts(chosen_modules))
-            facts["files"] = write_side_files(writer, checkpoint, section, extra, False)
-            findings += plan.findings(chosen_modules)
-            facts["bytes_on_disk"] = directory_bytes(writer.seal())
-            writer.commit()
-        facts["seconds"] = round(time.perf_counter() - started, 3)
-        return Report("quantize", tuple(findings), facts)
+        modules, skipped = _choose(checkpoint, wanted, unwanted)
+        work = _Quantize(checkpoint, target, chosen, like, modules, share_scale2, size, idle(wanted, unwanted))
+        work.facts |= {"dst": str(dst), "skipped": skipped}
+        return write_checkpoint(work, how)
 
 
 def _choose(
     checkpoint: Checkpoint, wanted: Patterns, unwanted: Patterns
 ) -> tuple[dict[str, Module], list[dict[str, str]]]:
     """The modules to quantize by name, and the other weights with the reason why not."""
-    checkpoint.require_readable()
     if done := quantized(checkpoint):
         raise UsageError(
             "the checkpoint is quantized already",
@@ -175,21 +151,50 @@ def _shared(modules: Mapping[str, Module]) -> dict[str, list[Module]]:
     return {part.name: parts for parts in groups.values() for part in parts}
 
 
-@dataclass
-class _Plan:
-    """What is written for each module, and how."""
+class _Quantize(Work):
+    """Codes, scales and scale2 of the chosen modules, and copies of all else."""
 
-    checkpoint: Checkpoint
-    target: Dialect
-    recipe: Recipe
-    like: Like
-    shared: Mapping[str, list[Module]]
+    command = "quantize"
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        target: Dialect,
+        recipe: Recipe,
+        like: Like,
+        modules: Mapping[str, Module],
+        share: bool,
+        size: int,
+        findings: list[Finding],
+    ) -> None:
+        self.checkpoint, self.target, self.recipe, self.like = checkpoint, target, recipe, like
+        self._modules, self._found = modules, findings
+        self._groups = _shared(modules)
+        self._shared = self._groups if share else {}
         self._scales: dict[str, TensorScale] = {}
-        self._locks = {parts[0].name: threading.Lock() for parts in self.shared.values()}
         # The stored number and the recipe's are reciprocals of each other, so the one may not give the other back.
-        self._may_round = self.target.divides != (self.like == "compressed-tensors")
+        self._may_round = target.divides != (like == "compressed-tensors")
+        outputs = [t for module in checkpoint.modules for t in self._outputs(module)]
+        shards = distribute(outputs, size)
+        self._members: dict[str, list[Module]] = {}
+        self.files = {n: self._file(n, t) for n, t in zip(shard_names(len(shards)), shards, strict=True)}
+        self.options = {
+            "recipe": recipe.name,
+            "like": like,
+            "to": target.name,
+            "share_scale2": share,
+            "max_shard_size": size,
+            "quantized": list(modules),
+        }
+        self.facts = {
+            "src": str(checkpoint.path),
+            "dialect": target.name,
+            "recipe": recipe.name,
+            "quantized": [{"name": m.name, "shape": list(m.shape)} for m in modules.values()],
+            "bytes_in": sum(t.nbytes for t in checkpoint.tensors.values()),
+            "bytes_out": sum(byte_count(t.dtype, t.shape) for t in outputs),
+        }
+        self.task_bytes = _SCRATCH + max(_task_bytes(rows) for m in modules.values() for rows, _ in _split(m))
 
     def _names(self, module: Module) -> dict[str, Stored]:
         """Role -> tensor to write for a quantized module."""
@@ -201,109 +206,147 @@ class _Plan:
             "scale2": Stored(module.member(suffix["scale2"]), "F32", self.target.scalar_shape),
         }
 
-    def outputs(self, module: Module, chosen: bool) -> list[Stored]:
+    def _outputs(self, module: Module) -> list[Stored]:
         """The tensors to write for a module."""
-        if not chosen:
+        if self._modules.get(module.name) is not module:
             return module.tensors
         return [*self._names(module).values(), *(t for role, t in module.roles.items() if role != "data")]
 
-    def facts(self, chosen: Mapping[str, Module]) -> Facts:
-        """What the config has to say."""
-        modules = {name: Module(name, "nvfp4", self._names(m)) for name, m in chosen.items()}
-        return config_facts(self.checkpoint, modules)
-
-    def findings(self, chosen: Mapping[str, Module]) -> list[Finding]:
-        """Parts that engines fuse, quantized with different scale2."""
-        groups = {id(p): p for p in _shared(chosen).values()}.values()
-        unequal = sum(len({float(self._scales[m.name].scale2) for m in parts}) > 1 for parts in groups)
-        if not unequal:
-            return []
-        hint = "pass --share-scale2 for engines that fuse them"
-        return [Finding("HB110", got=f"{unequal} of {len(groups)} fused layers (q/k/v, gate/up)", hint=hint)]
-
-    def peak_bytes(self, chosen: Mapping[str, Module], threads: int) -> int:
-        """An estimate of the memory that the arrays need at their peak."""
-        dense = sorted((m.main.nbytes for m in chosen.values() if m.main), reverse=True)[:threads]
-        return sum(dense) + sum(dense) // 3 + threads * (24 << 20)
-
-    def write(
-        self,
-        writer: CheckpointWriter,
-        name: str,
-        tensors: Sequence[Stored],
-        chosen: Mapping[str, Module],
-        meter: Meter,
-        threads: int,
-    ) -> None:
-        """Write one shard."""
+    def _file(self, name: str, tensors: Sequence[Stored]) -> File:
         names = {t.name for t in tensors}
-        mine = [m for m in chosen.values() if any(t.name in names for t in self._names(m).values())]
-        largest = {self._names(m)["scale2"].name: np.float32(0) for m in mine} if self._may_round else {}
-        shard = writer.shard(name, tensors, {"format": "pt"}, encode_provenance(largest))
-        copied = [(t.name, t) for t in tensors if t.file]
-        jobs: list[Job] = [partial(self._quantize, module, shard, names, meter) for module in mine]
-        run(jobs + copy_jobs(self.checkpoint, shard, copied, meter), threads, meter)
-        shard.finish(encode_provenance(self._originals(mine, names)))
+        copied = [(t.name, 0, t) for t in tensors if t.file]
+        mine = [m for m in self._modules.values() if any(t.name in names for t in self._names(m).values())]
+        self._members[name] = mine
+        encoded = sum(m.roles["data"].nbytes for m in mine if self._names(m)["codes"].name in names)
+        room = {self._names(m)["scale2"].name: np.float32(0) for m in mine} if self._may_round else {}
+        return File(tensors, encoded + sum(t.nbytes for *_, t in copied), copied, room=encode_provenance(room))
 
-    def _originals(self, modules: Sequence[Module], names: set[str]) -> dict[str, np.float32]:
-        """Numbers that the stored form does not give back, by tensor."""
-        kept: dict[str, np.float32] = {}
-        for module in modules if self._may_round else ():
+    def steps(self, name: str, shard: Shard) -> list[Step]:
+        groups: dict[str, list[Module]] = defaultdict(list)
+        for module in self._members[name]:
+            groups[self._shared.get(module.name, [module])[0].name].append(module)
+        return [self._group(members, shard) for members in groups.values()]
+
+    def _group(self, members: Sequence[Module], shard: Shard) -> Job:
+        """The job for modules of one shard that have the same scale2."""
+        first = members[0]
+        parts = self._shared.get(first.name, [first])
+        written = any(self._names(first)[role].name in shard.tensors for role in ("codes", "scales"))
+        if first.name not in self._scales and (len(parts) > 1 or len(_split(first)) > 1 or not written):
+            amax = yield [Task(partial(_amax, rows, row)) for part in parts for rows, row in _split(part)]
+            scale = self.recipe.tensor_scale(np.float32(max(amax)), self.like)
+            self._scales.update({part.name: scale for part in parts})
+        used = yield [task for module in members for task in self._encoders(module, shard)]
+        if first.name not in self._scales:
+            self._scales[first.name] = used[0]
+        numbers = []
+        for module in members:
+            name = self._names(module)["scale2"].name
+            if name in shard.tensors:
+                stored = self._stored_number(self._scales[module.name])
+                numbers.append((shard.piece(name), np.full(self.target.scalar_shape, stored, np.float32)))
+        yield [Task(partial(write_pieces, numbers))] if numbers else []
+
+    def _encoders(self, module: Module, shard: Shard) -> list[Task]:
+        """The tasks that write the codes and scales of a module as far as they are of this shard."""
+        names = {role: stored.name for role, stored in self._names(module).items()}
+        wanted = [role for role in ("codes", "scales") if names[role] in shard.tensors]
+        scale, k = self._scales.get(module.name), module.shape[1]
+        tasks = []
+        for rows, row in _split(module) if wanted else ():
+            width = {"codes": k // 2, "scales": k // BLOCK}
+            targets = {
+                role: shard.piece(names[role], row * width[role], rows.shape[0] * width[role]) for role in wanted
+            }
+            encode = partial(_encode, rows, row, self.recipe.name, self.like, scale, targets)
+            tasks.append(Task(encode, rows.nbytes if "codes" in wanted else 0))
+        return tasks
+
+    def ending(self, name: str) -> tuple[dict[str, str], Any]:
+        members = self._members[name]
+        originals: dict[str, np.float32] = {}
+        for module in members if self._may_round else ():
             scale, tensor = self._scales[module.name], self._names(module)["scale2"].name
             other = scale.scale2 if self.target.divides else scale.divisor
-            if tensor in names and other is not None:
+            if tensor in {t.name for t in self.files[name].tensors} and other is not None:
                 stored = self._stored_number(scale)
                 if reciprocal(stored) != other and reciprocal(other) == stored:
-                    kept[tensor] = other
-        return kept
+                    originals[tensor] = other
+        kept = {
+            m.name: [_bits(s) for s in (self._scales[m.name].scale2, self._scales[m.name].divisor)] for m in members
+        }
+        return encode_provenance(originals), {"scales": kept}
+
+    def recall(self, kept: Any) -> None:
+        for name, (scale2, divisor) in kept["scales"].items():
+            self._scales[name] = TensorScale(_number(scale2), None if divisor is None else _number(divisor))
 
     def _stored_number(self, scale: TensorScale) -> np.float32:
         if not self.target.divides:
             return scale.scale2
         return np.float32(reciprocal(scale.scale2)) if scale.divisor is None else scale.divisor
 
-    def _quantize(self, module: Module, shard: Shard, names: set[str], meter: Meter) -> None:
-        stored = self._names(module)
-        scale = self._shared_scale(module) if module.name in self.shared else None
-        dense = self._dense(module)
+    def side_files(self, writer: CheckpointWriter) -> list[dict[str, str]]:
+        modules = {name: Module(name, "nvfp4", self._names(m)) for name, m in self._modules.items()}
+        section, extra = self.target.config(config_facts(self.checkpoint, modules))
+        return write_side_files(writer, self.checkpoint, section, extra, False)
+
+    def findings(self) -> list[Finding]:
+        """Idle patterns; and, when their scales are known, parts that engines fuse and that differ in scale2."""
+        groups = list({id(parts): parts for parts in self._groups.values()}.values()) if self._scales else []
+        unequal = sum(len({float(self._scales[m.name].scale2) for m in parts}) > 1 for parts in groups)
+        hint = "pass --share-scale2 for engines that fuse them"
+        got = f"{unequal} of {len(groups)} fused layers (q/k/v, gate/up)"
+        return self._found + ([Finding("HB110", got=got, hint=hint)] if unequal else [])
+
+
+def _split(module: Module) -> list[tuple[Stored, int]]:
+    """The dense tensor of a module in the pieces in which it is read: (rows, the first row)."""
+    tensor = module.roles["data"]
+    if tensor.nbytes <= _WHOLE:
+        return [(tensor, 0)]
+    n = tensor.shape[0]
+    return [(rows_of(tensor, a, b), a) for a, b in pieces(n, tensor.nbytes // n, _PIECE)]
+
+
+def _task_bytes(rows: Stored) -> int:
+    """Memory for rows and for what is made of them."""
+    return rows.nbytes + prod(rows.shape) * 9 // 16
+
+
+def _amax(rows: Stored, row: int) -> np.float32:
+    with _located(rows, row):
+        return finite_amax(read_tensor(rows))
+
+
+def _encode(
+    rows: Stored, row: int, recipe: str, like: Like, scale: TensorScale | None, targets: Mapping[str, Stored]
+) -> TensorScale:
+    """Write the codes and scales of rows; a scale2 that is not given is that of these rows. Returns it."""
+    chosen, dense = recipe_named(recipe), read_tensor(rows)
+    with _located(rows, row):
         if scale is None:
-            scale = self._scales[module.name] = self.recipe.tensor_scale(self._amax(module, dense), self.like)
-        if stored["scale2"].name in names:
-            number = np.full(self.target.scalar_shape, self._stored_number(scale), np.float32)
-            shard.write(stored["scale2"].name, number)
-        wanted = [role for role in ("codes", "scales") if stored[role].name in names]
-        if wanted:
-            try:
-                arrays = dict(
-                    zip(("codes", "scales"), quantize_array(dense, self.recipe, scale, self.like), strict=True)
-                )
-            except HalfbyteError as error:
-                raise self._located(error, module) from None
-            for role in wanted:
-                shard.write(stored[role].name, arrays[role])
-        if "codes" in wanted and module.main is not None:
-            meter.add(module.main.nbytes)
+            scale = chosen.tensor_scale(finite_amax(dense), like)
+        arrays = dict(zip(("codes", "scales"), quantize_array(dense, chosen, scale, like), strict=True))
+    write_pieces([(target, arrays[role]) for role, target in targets.items()])
+    return scale
 
-    def _dense(self, module: Module) -> Any:
-        return self.checkpoint.read(module.roles["data"])
 
-    def _shared_scale(self, module: Module) -> TensorScale:
-        """The scale of the fused layer, from one part after the other; the first part that asks computes it."""
-        parts = self.shared[module.name]
-        with self._locks[parts[0].name]:
-            if module.name not in self._scales:
-                amax = max(self._amax(part, self._dense(part)) for part in parts)
-                scale = self.recipe.tensor_scale(amax, self.like)
-                self._scales.update({part.name: scale for part in parts})
-        return self._scales[module.name]
+@contextlib.contextmanager
+def _located(rows: Stored, row: int) -> Iterator[None]:
+    """Give an error about rows the tensor's name and the position in it."""
+    try:
+        yield
+    except HalfbyteError as error:
+        error.file, error.tensor = rows.file, rows.name
+        if error.index is not None:
+            error.index[0] += row
+        raise
 
-    def _amax(self, module: Module, dense: Any) -> np.float32:
-        try:
-            return finite_amax(dense)
-        except HalfbyteError as error:
-            raise self._located(error, module) from None
 
-    def _located(self, error: HalfbyteError, module: Module) -> HalfbyteError:
-        tensor = module.roles["data"]
-        error.file, error.tensor = tensor.file, tensor.name
-        return error
+def _bits(number: np.float32 | None) -> int | None:
+    return None if number is None else int(number.view(np.uint32))
+
+
+def _number(bits: int) -> np.float32:
+    return np.uint32(bits).view(np.float32)
