@@ -64,7 +64,9 @@ def spellings(name: str, fused: bool = True) -> list[str]:
     """``name``, the fused name that it is a part of, and both without a leading ``model.`` or the like."""
     group = fused_group(name) if fused else None
     names = [name, group[0]] if group else [name]
-    for prefix in _PREFIXES if name.startswith(("model.", "language_model.")) else ():
+    if name.startswith("model.") and not name.startswith(_PREFIXES[0]):  # nearly every name
+        return names + [n.removeprefix("model.") for n in names]
+    for prefix in _PREFIXES:
         names += [n.replace(prefix, other, 1) for n in names if n.startswith(prefix) for other in ("", "model.")]
     return list(dict.fromkeys(names))
 

@@ -14,7 +14,7 @@ import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from math import prod
 from operator import attrgetter
 from pathlib import Path
@@ -99,24 +99,24 @@ def _by_columns(raw: bytes, file: str, size: int) -> Header | None:
     if "\\" in joined or not joined.isprintable() or len({METADATA, *names}) != count + 1:
         return None
     base = 8 + len(raw)
-    known: dict[tuple[str, str], Stored] = {}
+    known: dict[tuple[str, str], tuple[str, tuple[int, ...], int]] = {}
     for i, key in enumerate(zip(dtypes, shapes, strict=True)):
         if key not in known:
             try:
                 shape, place = parse_json(shapes[i][1:-1], file), parse_json(offsets[i][1:-2], file)
                 entry = {"dtype": dtypes[i], "shape": shape, "data_offsets": place}
-                known[key] = _tensor(names[i], entry, file, base)
+                tensor = _tensor(names[i], entry, file, base)
             except FormatError:
                 return None
             if f":{json.dumps(shape, separators=(',', ':'))}," != shapes[i]:
                 return None
-    alike = list(map(known.__getitem__, zip(dtypes, shapes, strict=True)))
-    starts = list(accumulate((tensor.nbytes for tensor in alike), initial=base))
+            known[key] = tensor.dtype, tensor.shape, tensor.nbytes
+    kinds, extents, sizes = zip(*map(known.__getitem__, zip(dtypes, shapes, strict=True)), strict=True)
+    starts = list(accumulate(sizes, initial=base))
     spelled = [str(start - base) for start in starts]
     if starts[-1] != size or offsets != [f":[{begin},{end}]}}," for begin, end in pairwise(spelled)]:
         return None
-    _, kinds, extents, files, _, sizes = zip(*alike, strict=True)
-    return Header(file, tuple(map(Stored, names, kinds, extents, files, starts, sizes)), metadata)
+    return Header(file, tuple(map(Stored, names, kinds, extents, repeat(file), starts, sizes)), metadata)
 
 
 def _split(text: str) -> tuple[dict[str, str], str]:

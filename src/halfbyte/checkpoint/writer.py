@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -71,7 +71,7 @@ class Shard:
         self.tensors: dict[str, Stored] = {}
         for tensor in ordered:
             nbytes = byte_count(tensor.dtype, tensor.shape)
-            self.tensors[tensor.name] = tensor._replace(file=str(file), start=offset, nbytes=nbytes)
+            self.tensors[tensor.name] = replace(tensor, file=str(file), start=offset, nbytes=nbytes)
             offset += nbytes
         self._missing, self._lock = set(self.tensors), threading.Lock()
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

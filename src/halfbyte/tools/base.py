@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from halfbyte.checkpoint.reader import Checkpoint, holds_weights
-from halfbyte.checkpoint.writer import CheckpointWriter, Shard
 from halfbyte.errors import FormatError, UsageError
 from halfbyte.findings import Finding
 from halfbyte.modules import Module
 from halfbyte.patterns import Patterns
 from halfbyte.stored import Stored
+
+if TYPE_CHECKING:
+    from halfbyte.checkpoint.writer import CheckpointWriter, Shard  # inspect writes nothing and starts sooner
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), from any thread but one at a time."""
