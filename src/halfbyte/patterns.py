@@ -121,11 +121,13 @@ class Patterns:
         fused = _PART_OF.get(name.rpartition(".")[2])
         found = {self._number[cls]} if cls in self._number else set()
         for spelling in spellings(name, fused in self._fused):
-            rules = list(self._rules)
+            rules = self._rules
             for length, table in self._by_head.items():
-                rules += table.get(spelling[:length], ())
+                if near := table.get(spelling[:length]):
+                    rules = rules + near
             for length, table in self._by_tail.items():
-                rules += table.get(spelling[-length:], ())
+                if near := table.get(spelling[-length:]):
+                    rules = rules + near
             for i, rule in rules:
                 pattern = self.patterns[i]
                 if fused and spelling.endswith(fused) and fused not in pattern:

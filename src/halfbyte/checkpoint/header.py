@@ -91,6 +91,8 @@ def _by_columns(raw: bytes, file: str, size: int) -> Header | None:
         metadata, entries = _split(raw.decode().rstrip(" "))
     except (ValueError, RecursionError, _DuplicateKeyError):
         return None
+    if 5 * entries.count('"') > len(entries):  # the shortest entry has 51 letters
+        return None
     start, *pieces = entries.split('"')
     names, dtypes, shapes, offsets = (pieces[i::10] for i in (0, 4, 7, 9))
     count, joined = len(names), "".join(names)
@@ -125,8 +127,8 @@ def _split(text: str) -> tuple[dict[str, str], str]:
     Raises:
         ValueError: the text is otherwise.
     """
-    head = f'{{"{METADATA}":'
-    metadata, end = {}, 0
+    head, end = f'{{"{METADATA}":', 0
+    metadata: dict[str, str] = {}
     if text.startswith(head):
         decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
         metadata, end = decoder.raw_decode(text, len(head))
