@@ -101,12 +101,14 @@ class Dialect:
 
     def _module(self, name: str, group: dict[str, Stored]) -> Iterator[Module]:
         kind = self.kind_of(group)
-        table = self.suffixes.get(kind, {}) if kind != "none" else {}
-        taken = {suffix: role for role, suffix in table.items() if suffix in group}
-        if kind == "fp8" and "weight_scale" not in group and "weight_scale_inv" in group:
-            taken["weight_scale_inv"] = "scale"  # block scales as DeepSeek names them; they multiply, too
-        roles = {role: group[suffix] for suffix, role in taken.items()}
-        rest = [tensor for suffix, tensor in group.items() if suffix not in taken]
+        table = self.suffixes.get(kind, {})
+        roles = {role: group[suffix] for role, suffix in table.items() if suffix in group}
+        if kind == "fp8" and "scale" not in roles and "weight_scale_inv" in group:
+            roles["scale"] = group["weight_scale_inv"]  # block scales as DeepSeek names them; they multiply, too
+        rest = []
+        if len(roles) < len(group):
+            taken = {tensor.name for tensor in roles.values()}
+            rest = [tensor for tensor in group.values() if tensor.name not in taken]
         if kind in ("dense", "none"):
             if roles:
                 yield Module(name, kind, roles)
