@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from halfbyte.errors import FormatError
-from halfbyte.modules import Headers, Module, Stack
+from halfbyte.modules import Headers, Module, Stack, structure
 from halfbyte.stored import DTYPE_BITS, FLOATS, Stored, View
 
 METADATA: Final = "halfbyte.experts"
@@ -211,12 +211,13 @@ class Take:
 
 
 def expand(module: Module) -> list[Module]:
-    """The layers of a stack's experts, as if each were stored by itself; another module gives itself.
+    """The layers of a stack's experts, as if each were stored by itself; another module, or one that is not sound,
+    gives itself.
 
     Where the order of gate and up is not known, ``gate_up_proj`` stays one layer of each expert. Companions whose
     meaning is not known stay with the first expert.
     """
-    if module.stack is None or module.main is None:
+    if module.stack is None or any(f.severity == "error" for f in structure(module)):
         return [module]
     parent, _, stem = module.name.rpartition(".")
     parts = GATE_UP[stem] if stem in GATE_UP and module.stack.gate_up else (stem,)

@@ -55,8 +55,6 @@ def _layer_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
     """What the layers' likeness shows: parts that are quantized apart, and modules that one layer has lost."""
     groups: dict[str, dict[str, Module]] = defaultdict(dict)
     layers: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))  # part -> stem -> layers with it
-    numbers: dict[str, set[str]] = defaultdict(set)
-    neighbours: set[tuple[str, str, str]] = set()
     for module in checkpoint.modules:
         if module.main is None:
             continue
@@ -64,9 +62,13 @@ def _layer_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
             groups[group[0]][module.name] = module
         if (match := _LAYER.fullmatch(module.name)) is not None:
             stem, number, part = match.groups()
-            numbers[stem].add(number)
             layers[part][stem].add(number)
-            neighbours.add((stem, number, part.rpartition(".")[0]))
+    numbers: dict[str, set[str]] = defaultdict(set)  # stem -> its layers
+    around: dict[tuple[str, str], set[str]] = defaultdict(set)  # (stem, parent of a part) -> layers with that parent
+    for part, stems in layers.items():
+        for stem, having in stems.items():
+            numbers[stem] |= having
+            around[stem, part.rpartition(".")[0]] |= having
     for parts in groups.values():
         kinds = {module.kind for module in parts.values()}
         if len(kinds) > 1:
@@ -76,9 +78,8 @@ def _layer_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
         for stem, having in stems.items():
             missing = numbers[stem] - having
             if len(missing) <= max(1, len(numbers[stem]) // 20) < len(having) and "." in part:
-                for number in sorted(missing, key=int):
-                    if (stem, number, part.rpartition(".")[0]) in neighbours:
-                        yield Finding("HB127", f"{stem}.{number}.{part}", got=f"{len(having)} other layers have it")
+                for number in sorted(missing & around[stem, part.rpartition(".")[0]], key=lambda n: (len(n), n)):
+                    yield Finding("HB127", f"{stem}.{number}.{part}", got=f"{len(having)} other layers have it")
     wanted = checkpoint.config.get("num_hidden_layers")
     found = max((len(n) for stem, n in numbers.items() if stem.endswith("layers")), default=0)
     if isinstance(wanted, int) and 0 < found < wanted:

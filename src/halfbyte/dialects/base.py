@@ -5,6 +5,7 @@ A dialect is mostly a table: for each kind of weight, the suffix of each role; s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -129,10 +130,10 @@ class Dialect:
 
     def modules(self, headers: Headers) -> list[Module]:
         """All tensors, grouped by module, in the order of their names on disk."""
-        groups: dict[str, dict[str, Stored]] = {}
-        for tensor in headers.tensors.values():
-            name, _, suffix = tensor.name.rpartition(".")
-            groups.setdefault(name, {})[suffix] = tensor
+        groups: dict[str, dict[str, Stored]] = defaultdict(dict)
+        for full, tensor in headers.tensors.items():
+            name, _, suffix = full.rpartition(".")
+            groups[name][suffix] = tensor
         return [module for name, group in groups.items() for module in self._module(headers, name, group)]
 
     def _module(self, headers: Headers, name: str, group: dict[str, Stored]) -> Iterator[Module]:
@@ -141,12 +142,14 @@ class Dialect:
         if not group:
             return
         kind = self.kind_of(group)
-        table = self.suffixes.get(kind, {}) if kind != "none" else {}
-        taken = {suffix: role for role, suffix in table.items() if suffix in group}
-        if kind == "fp8" and "weight_scale" not in group and "weight_scale_inv" in group:
-            taken["weight_scale_inv"] = "scale"  # block scales as DeepSeek names them; they multiply, too
-        roles = {role: group[suffix] for suffix, role in taken.items()}
-        rest = [tensor for suffix, tensor in group.items() if suffix not in taken]
+        table = self.suffixes.get(kind, {})
+        roles = {role: group[suffix] for role, suffix in table.items() if suffix in group}
+        if kind == "fp8" and "scale" not in roles and "weight_scale_inv" in group:
+            roles["scale"] = group["weight_scale_inv"]  # block scales as DeepSeek names them; they multiply, too
+        rest = []
+        if len(roles) < len(group):
+            taken = {tensor.name for tensor in roles.values()}
+            rest = [tensor for tensor in group.values() if tensor.name not in taken]
         if kind in ("dense", "none"):
             if roles:
                 yield Module(name, kind, roles)
@@ -163,13 +166,14 @@ class Dialect:
     def kind_of(self, group: Mapping[str, Stored]) -> Kind:
         """The kind of the weight in a group of suffix -> tensor; the tensors decide, not the config."""
         weight = group.get("weight")
-        codes, scales, scale2 = (group.get(self.suffixes["nvfp4"][r]) for r in ("codes", "scales", "scale2"))
+        named = self.suffixes["nvfp4"]
+        codes, scales, scale2 = group.get(named["codes"]), group.get(named["scales"]), group.get(named["scale2"])
         if codes is not None and codes.dtype in BYTES:
             # Bytes with other companions are INT8 or of another library; bytes alone lack their scales.
             if scales is not None and is_mx(codes, scales):
                 return "mxfp4"
             fp8_scales = scales is not None and scales.dtype in ("F8_E4M3", "F8_E8M0", "U8")
-            alone = codes.dtype != "I8" and not set(group) - {"weight", "weight_packed", "bias"}
+            alone = codes.dtype != "I8" and group.keys() <= {"weight", "weight_packed", "bias"}
             return "nvfp4" if fp8_scales or scale2 is not None or alone else "unread"
         if codes is not None and scale2 is not None and codes.dtype not in FLOATS:
             return "nvfp4"  # of the wrong dtype, which structure reports

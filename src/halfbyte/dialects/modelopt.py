@@ -123,12 +123,12 @@ class ModelOpt(Dialect):
             return lambda name, cls: next(
                 (_layer(table[n].get("quant_algo")) for n in (*spellings(name), *_experts(name)) if n in table), None
             )
-        excluded = Patterns(exclusions(section))
+        layer, excluded = _layer(algo), Patterns(exclusions(section))
         embeds = section.get("nvfp4_embed") is True
 
         def of(name: str, cls: str) -> Layer | None:
             covered = cls == "Linear" or (cls == "Embedding" and embeds)
-            return _layer(algo) if covered and not excluded.first(name, cls) else None
+            return layer if covered and not excluded.first(name, cls) else None
 
         return of
 
