@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 import time
@@ -23,6 +24,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 DIALECTS = "[modelopt|compressed-tensors]"
 """The dialects that are written, as help texts show them."""
 
+GATE_UP = "[concatenated|up_first|interleaved]"
+SCALE_LAYOUTS = "[linear|128x4|8x4|128x4-twice|8x4-twice|128x4-undone|8x4-undone]"
+
 _LINE_EVERY = 5.0
 """Seconds between progress lines where there is no terminal."""
 
@@ -33,6 +37,27 @@ def shared_options(command: F) -> F:
         command
     )
     return click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")(command)
+
+
+def reading_options(command: F) -> F:
+    """How the weights of a checkpoint are stored, where that is not what their dialect says: ``reading``."""
+
+    @functools.wraps(command)
+    def with_reading(
+        nibble_order: str | None, scale_layout: str | None, scale2: str | None, gate_up: str | None, **options: Any
+    ) -> Any:
+        from halfbyte.modules import Reading
+
+        return command(reading=Reading(nibble_order, scale_layout, scale2, gate_up), **options)
+
+    for option in (
+        click.option("--gate-up", metavar=GATE_UP, help="Order of gate and up in stacks of experts."),
+        click.option("--scale2", metavar="[multiplier|divisor|amax]", help="What is stored as the second scale."),
+        click.option("--scale-layout", metavar=SCALE_LAYOUTS, help="Order that block scales lie in."),
+        click.option("--nibble-order", metavar="[low|high]", help="Which nibble of a byte holds the even k."),
+    ):
+        with_reading = option(with_reading)
+    return with_reading  # type: ignore[return-value]
 
 
 def writing_options(command: F) -> F:

@@ -27,7 +27,7 @@ from halfbyte.modules import (
     refuse_companions,
 )
 from halfbyte.numerics import reciprocal
-from halfbyte.stored import FLOATS, Stored
+from halfbyte.stored import FLOATS, Stored, View
 from halfbyte.weight import DenseWeight, Fp8Weight, Mxfp4Weight, Weight
 
 Read = Callable[[Stored], Any]
@@ -241,7 +241,8 @@ class Dialect:
             FormatError: a weight or a companion that this dialect has no place for.
         """
         if module.kind in ("dense", "none"):
-            return [Output.of(t, t) for t in module.tensors]
+            beside = [Output.of(t, t) for t in module.unknown]
+            return [self._dense(module, role, t) for role, t in module.roles.items()] + beside
         if module.kind == "unread":
             raise FormatError(
                 f"a weight of this format has no place in {self.title}",
@@ -254,6 +255,11 @@ class Dialect:
         refuse_companions(module, set(module.roles) - set(table), f"have no place in {self.title}")
         invert = module.kind == "nvfp4" and self.divides != source.divides
         return [self._output(module, role, table[role], invert) for role in module.roles]
+
+    def _dense(self, module: Module, role: str, source: Stored) -> Output:
+        """A tensor that keeps its name, unless it is part of a stack."""
+        name = module.member(self.suffixes["dense"][role]) if isinstance(source, View) else source.name
+        return Output.of(Stored(name, source.dtype, source.shape), source)
 
     def _output(self, module: Module, role: str, suffix: str, invert: bool) -> Output:
         source, name = module.roles[role], module.member(suffix)
