@@ -6,6 +6,7 @@ A module's tensors are known by roles, whatever their names on disk: ``codes``, 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -72,9 +73,9 @@ class Headers:
     @cached_property
     def by_suffix(self) -> dict[str, list[Stored]]:
         """The tensors by what follows the last dot of their names."""
-        found: dict[str, list[Stored]] = {}
-        for tensor in self.tensors.values():
-            found.setdefault(tensor.name.rpartition(".")[2], []).append(tensor)
+        found: dict[str, list[Stored]] = defaultdict(list)
+        for name, tensor in self.tensors.items():
+            found[name.rpartition(".")[2]].append(tensor)
         return found
 
     def beside(self, tensor: Stored, suffix: str) -> Stored | None:

@@ -38,11 +38,11 @@ def header_findings(checkpoint: Checkpoint, every: bool = False) -> list[Finding
         return [*found, Finding("HB134", got=f"{checkpoint.dialect.title}: {checkpoint.evidence}", expected=READABLE)]
     for module in checkpoint.modules:
         found += structure(module)
-        stem, _, suffix = module.name.rpartition(".")
-        if module.kind == "none" and suffix in _SCALE_NAMES and not _of_another_kind(checkpoint, stem):
-            found.append(
-                Finding("HB121", module.name, hint="a quantized weight of that name is missing, or it is dense")
-            )
+        if module.kind == "none":
+            stem, _, suffix = module.name.rpartition(".")
+            if suffix in _SCALE_NAMES and not _of_another_kind(checkpoint, stem):
+                hint = "a quantized weight of that name is missing, or it is dense"
+                found.append(Finding("HB121", module.name, hint=hint))
     found += _layer_findings(checkpoint)
     try:
         found += _config_findings(checkpoint)
