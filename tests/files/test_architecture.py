@@ -51,9 +51,10 @@ recipes, layouts <- dialects <- checkpoint <- tools <- cli, and weight <- layout
 CHAIN = {
     "reader": {"header"},
     "writer": {"header", "reader", "workdir"},
+    "outputs": {"header", "reader", "writer"},
     "consistency": {"header", "reader"},
 }
-"""Inside checkpoint: header <- reader <- writer, consistency; workdir <- writer."""
+"""Inside checkpoint: header <- reader <- writer <- outputs, and reader <- consistency; workdir <- writer."""
 
 MODULES = sorted(SOURCE.rglob("*.py"))
 ids = pytest.mark.parametrize("file", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))

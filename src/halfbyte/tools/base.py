@@ -166,7 +166,7 @@ class Work:
     checked_bytes: int = 0
     index: str = ""
 
-    def steps(self, name: str, shard: Shard) -> list[Step]:
+    def steps(self, name: str, shard: Shard) -> Sequence[Step]:
         """The tasks and jobs that write what is not copied."""
         return []
 

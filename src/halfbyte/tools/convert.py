@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from math import prod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,17 @@ import numpy as np
 from halfbyte.casts import as_nvfp4, scale2_exponents
 from halfbyte.checkpoint.consistency import config_facts, header_findings, quantized
 from halfbyte.checkpoint.header import Header
+from halfbyte.checkpoint.outputs import Made, source_bytes
 from halfbyte.checkpoint.reader import PROVENANCE, Checkpoint, encode_provenance, open_checkpoint
-from halfbyte.checkpoint.writer import CheckpointWriter, Shard, distribute, parse_size, shard_names, write_pieces
-from halfbyte.dialects import Dialect, Facts, Output, Piece, dialect_named
+from halfbyte.checkpoint.writer import CheckpointWriter, Shard, distribute, parse_size, shard_names
+from halfbyte.dialects import Dialect, Facts, Output, dialect_named
 from halfbyte.errors import FormatError, UsageError
 from halfbyte.experts import COLUMNS, INTERLEAVED, METADATA, Bundle, bundled, encode_stacks, expand, model_types
 from halfbyte.findings import Finding, Report, in_order
 from halfbyte.modules import QUANTIZED, Module, Reading, Stack, refuse_broken
-from halfbyte.numerics import reciprocal
 from halfbyte.patterns import module_class
-from halfbyte.stored import Stored, View, byte_count, read_into, read_tensor
-from halfbyte.tasks import Step, Task, Where
+from halfbyte.stored import Stored, View, byte_count, read_into
+from halfbyte.tasks import Step, Where
 from halfbyte.tools.base import (
     CHUNK,
     File,
@@ -151,41 +149,26 @@ class _Convert(Work):
             outputs = _outputs(entries, target, source)
             stacks = {entry.name: entry.stack for entry in entries if isinstance(entry, Bundle)}
             self.config = target.config(_config_facts(checkpoint, entries))
-        outputs, self._numbers, originals = _scalars(checkpoint, outputs)
+        self._made = Made.of(checkpoint, outputs)
+        outputs = self._made.outputs
         self._members = {} if self.verbatim else _shards(checkpoint, outputs, asked.limit)
-        self.files = {name: self._file(members, originals, stacks) for name, members in self._members.items()}
+        self.files = {name: self._file(members, stacks) for name, members in self._members.items()}
         if self.verbatim:
             self.files = {Path(shard.file).name: _whole(shard) for shard in checkpoint.shards}
         self.index = str(checkpoint.index) if asked.limit is None and checkpoint.index and not self.verbatim else ""
         self.checked_bytes = sum(t.nbytes for m in self._modules for t in m.tensors) if prove else 0
-        self.task_bytes = max((_made_bytes(p) for o in outputs for p in o.pieces if _is_made(p)), default=0)
+        self.task_bytes = self._made.task_bytes
         self.facts |= {
             "tensors": _listed(outputs),
             "bytes_out": sum(byte_count(o.stored.dtype, o.stored.shape) for o in outputs),
         }
 
-    def _file(self, members: list[Output], originals: Mapping[str, Any], stacks: Mapping[str, Stack]) -> File:
-        copies = [
-            (o.stored.name, piece.start, piece.sources[0])
-            for o in members
-            for piece in o.pieces
-            if not o.numbers and not _is_made(piece)
-        ]
-        metadata = _metadata(self.checkpoint, members, originals, stacks)
-        return File([o.stored for o in members], sum(t.nbytes for o in members for t in o.sources), copies, metadata)
+    def _file(self, members: list[Output], stacks: Mapping[str, Stack]) -> File:
+        metadata = _metadata(self.checkpoint, members, self._made.originals, stacks)
+        return File([o.stored for o in members], source_bytes(members), self._made.copies(members), metadata)
 
-    def steps(self, name: str, shard: Shard) -> list[Step]:
-        numbers = [o for o in self._members[name] if o.numbers]
-        pieces = [(shard.piece(o.stored.name), self._numbers[o.stored.name]) for o in numbers]
-        nbytes = sum(t.nbytes for o in numbers for t in o.sources)
-        steps: list[Step] = [Task(partial(write_pieces, pieces), nbytes)] if pieces else []
-        for output in self._members[name]:
-            ends = [piece.start for piece in output.pieces[1:]] + [byte_count(output.stored.dtype, output.stored.shape)]
-            for piece, end in zip(output.pieces, ends, strict=True):
-                if not output.numbers and _is_made(piece):
-                    target = shard.piece(output.stored.name, piece.start, end - piece.start)
-                    steps.append(Task(partial(_make, piece, target), sum(t.nbytes for t in piece.sources)))
-        return steps
+    def steps(self, name: str, shard: Shard) -> Sequence[Step]:
+        return self._made.tasks(self._members[name], shard)
 
     def side_files(self, writer: CheckpointWriter) -> list[dict[str, str]]:
         if not self.same:
@@ -280,22 +263,6 @@ def _config_facts(checkpoint: Checkpoint, entries: Sequence[Module | Bundle]) ->
     return config_facts(checkpoint, found, dense)
 
 
-def _is_made(piece: Piece) -> bool:
-    """Whether bytes have to be made, and not copied."""
-    return piece.join is not None or any(isinstance(t, View) and t.steps for t in piece.sources)
-
-
-def _made_bytes(piece: Piece) -> int:
-    """Memory for making them: the sources' regions, what their steps make, and the result."""
-    return sum((t.region if isinstance(t, View) else t.nbytes) + 3 * t.nbytes for t in piece.sources)
-
-
-def _make(piece: Piece, target: Stored) -> None:
-    """The task that makes some bytes of a tensor and writes them."""
-    arrays = [read_tensor(source) for source in piece.sources]
-    write_pieces([(target, arrays[0] if piece.join is None else piece.join(arrays))])
-
-
 def _listed(outputs: Iterable[Output]) -> list[dict[str, Any]]:
     listed: dict[tuple[str, str], dict[str, Any]] = {}
     for output in outputs:
@@ -322,63 +289,6 @@ def _fate(output: Output, source: Stored) -> tuple[str, str]:
     if stored.shape != source.shape or stored.dtype != source.dtype:
         return "converted", "shape or dtype; same values"
     return "copied", "the same in both dialects"
-
-
-def _scalars(checkpoint: Checkpoint, outputs: list[Output]) -> tuple[list[Output], dict[str, Any], dict[str, Any]]:
-    """The outputs with the shapes of their numbers, the numbers, and those whose reciprocals do not lead back to them.
-
-    ModelOpt's x becomes RN(1/x), the number that compressed-tensors' own converter stores. For about one value
-    in six 1/RN(1/x) is not x, and no neighbouring float would be either, so x is kept as provenance.
-    """
-    numbers: dict[str, Any] = {}
-    originals: dict[str, Any] = {}
-    shaped = []
-    for output in outputs:
-        name = output.stored.name
-        if not output.numbers:
-            kept = checkpoint.original(output.sources[0])
-            if kept is not None and len(output.pieces) == 1:
-                originals[name] = kept
-            shaped.append(output)
-            continue
-        value = np.concatenate([checkpoint.read(t).astype(np.float32).reshape(-1) for t in output.sources])
-        known = np.concatenate([_original(checkpoint, t) for t in output.sources])
-        if len(output.pieces) > 1 and output.stored.shape[1:] == (2,) and _in_pairs(value) and _in_pairs(known):
-            # Gate and up of every expert have one number, which is stored once.
-            value, known = value[::2], known[::2]
-            output = replace(output, stored=replace(output.stored, shape=output.stored.shape[:1]))  # noqa: PLW2901
-        shaped.append(output)
-        stored, kept = _number(output, value, known) if output.invert else (value, known)
-        numbers[name] = stored.reshape(output.stored.shape)
-        if not np.isnan(kept).all():
-            originals[name] = kept.reshape(output.stored.shape)
-    return shaped, numbers, originals
-
-
-def _original(checkpoint: Checkpoint, tensor: Stored) -> Any:
-    """The numbers whose reciprocals a tensor stores, NaN where they are not known, flat."""
-    kept = checkpoint.original(tensor)
-    return np.full(prod(tensor.shape), np.nan, np.float32) if kept is None else kept.reshape(-1)
-
-
-def _in_pairs(x: Any) -> bool:
-    return bool(np.array_equal(x[::2], x[1::2], equal_nan=True))
-
-
-def _number(output: Output, value: Any, known: Any) -> tuple[Any, Any]:
-    """What is stored for numbers that are inverted, and the numbers themselves where their reciprocals lose them."""
-    stored = np.where(np.isnan(known), reciprocal(value), known)
-    bad = ~(np.isfinite(stored) & (stored > 0))
-    if bad.any():
-        source = output.sources[int(bad.argmax()) if len(output.sources) == stored.size else 0]
-        raise FormatError(
-            "a scale has no reciprocal in float32",
-            file=source.file,
-            tensor=source.name,
-            got=float(value[bad][0]),
-            hint="see halfbyte verify",
-        )
-    return stored, np.where(reciprocal(stored) == value, np.float32(np.nan), value)
 
 
 def _shards(checkpoint: Checkpoint, outputs: list[Output], limit: int | None) -> dict[str, list[Output]]:

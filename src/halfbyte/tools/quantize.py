@@ -6,23 +6,26 @@ import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import numpy as np
 
+from halfbyte.casts import dense_rows
 from halfbyte.checkpoint.consistency import config_facts, quantized
+from halfbyte.checkpoint.outputs import Made, source_bytes
 from halfbyte.checkpoint.reader import Checkpoint, encode_provenance
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard, distribute, parse_size, shard_names, write_pieces
-from halfbyte.dialects import Dialect, dialect_named
+from halfbyte.dialects import Dialect, Output, dialect_named
 from halfbyte.errors import HalfbyteError, UsageError
+from halfbyte.experts import expand
 from halfbyte.findings import Finding, Report
-from halfbyte.modules import Module
+from halfbyte.modules import QUANTIZED, Module, refuse_broken, refuse_companions
 from halfbyte.numerics import BLOCK, reciprocal
 from halfbyte.patterns import Patterns, fused_group, is_head, is_router, module_class
 from halfbyte.recipes import LIKES, Like, Recipe, TensorScale, finite_amax, quantize_array, recipe_named
-from halfbyte.stored import FLOATS, Stored, byte_count, read_tensor, rows_of
+from halfbyte.stored import DTYPE_BITS, FLOATS, Stored, View, byte_count
 from halfbyte.tasks import Job, Step, Task, Where
 from halfbyte.tools.base import File, Progress, Work, Writing, idle, opened, pieces, write_checkpoint, write_side_files
 
@@ -54,15 +57,16 @@ def quantize_checkpoint(
     executor: Where = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Quantize the weights of a dense checkpoint and write it in a dialect.
+    """Quantize the weights of a dense, FP8 or MXFP4 checkpoint and write it in a dialect.
 
     Args:
         src: a directory, a file, or a hub name.
         dst: the directory to make.
         recipe, like: as for ``halfbyte.quantize``.
         to: the dialect to write, "modelopt" or "compressed-tensors".
-        targets: patterns of modules to quantize instead of the default: every floating 2-D weight with
-            K % 16 == 0 but embeddings, ``lm_head`` and routers.
+        targets: patterns of modules to quantize instead of the default: every dense, FP8 or MXFP4 weight with two
+            axes and K % 16 == 0, but embeddings, ``lm_head`` and routers. Stacks of experts count as the layers that
+            they hold, and are written as such.
         ignore: patterns of modules to leave dense.
         share_scale2: one scale2 for the parts that engines fuse (q/k/v, gate/up).
         max_shard_size: such as "5GB".
@@ -75,7 +79,7 @@ def quantize_checkpoint(
         progress: told of source bytes done.
 
     Returns:
-        A report; its facts are "src", "dst", "dialect", "quantized" and "skipped" (name and reason of
+        A report; its facts are "src", "dst", "dialect", "quantized", "skipped" and "dropped" (name and reason of
         each), "files", "bytes_in", "bytes_out", "workers", "peak_bytes" (the most memory that the run adds) and
         "seconds".
 
@@ -99,7 +103,7 @@ def _choose(
     checkpoint: Checkpoint, wanted: Patterns, unwanted: Patterns
 ) -> tuple[dict[str, Module], list[dict[str, str]]]:
     """The modules to quantize by name, and the other weights with the reason why not."""
-    if done := quantized(checkpoint):
+    if done := [m for m in quantized(checkpoint) if m.kind == "nvfp4"]:
         raise UsageError(
             "the checkpoint is quantized already",
             file=str(checkpoint.path),
@@ -108,27 +112,30 @@ def _choose(
             hint="run halfbyte dequantize first, or halfbyte convert to change the dialect",
         )
     chosen, skipped = {}, []
-    for module in checkpoint.modules:
+    for module in checkpoint.parts:
         reason = _reason_to_skip(module, wanted, unwanted)
         if reason is None:
+            if module.kind != "dense":
+                refuse_broken(module)
+                refuse_companions(module, (), "would be lost")
             chosen[module.name] = module
         elif module.main is not None:
             skipped.append({"name": module.main.name, "reason": reason})
     if not chosen:
         hint = "see halfbyte inspect" if wanted else "see halfbyte inspect, or name targets"
         raise UsageError("there is no weight to quantize", file=str(checkpoint.path), hint=hint)
-    return chosen, skipped
+    return chosen, list({entry["name"]: entry for entry in skipped}.values())
 
 
 def _reason_to_skip(module: Module, targets: Patterns, ignore: Patterns) -> str | None:
-    if module.kind != "dense":
-        return "not a weight"
+    if module.kind not in ("dense", "fp8", "mxfp4"):
+        return "a format that is not read" if module.kind == "unread" else "not a weight"
     cls = module_class(module.name, len(module.shape))
     if cls is None:
         return "not a matrix"
     pattern, target = ignore.first(module.name, cls), targets.first(module.name, cls)
-    if module.main is not None and module.main.dtype not in FLOATS:
-        return f"dtype {module.main.dtype}"
+    if module.kind == "dense" and module.roles["data"].dtype not in FLOATS:
+        return f"dtype {module.roles['data'].dtype}"
     if pattern:
         return f"ignored by {pattern}"
     if module.shape[1] % BLOCK:
@@ -174,7 +181,17 @@ class _Quantize(Work):
         self._scales: dict[str, TensorScale] = {}
         # The stored number and the recipe's are reciprocals of each other, so the one may not give the other back.
         self._may_round = target.divides != (like == "compressed-tensors")
-        outputs = [t for module in checkpoint.modules for t in self._outputs(module)]
+        parts = _whole_stacks(checkpoint, modules)
+        carried = [o for module in parts for o in self._beside(module)]
+        self._made = Made.of(checkpoint, carried)
+        beside = iter(self._made.outputs)
+        outputs: list[Stored] = []
+        for module in parts:
+            outputs += self._names(module).values() if self._chosen(module) else ()
+            outputs += [next(beside).stored for _ in self._beside(module)]
+        self._outputs = {o.stored.name: o for o in self._made.outputs}
+        self._dense = {m.name: c for m in parts if (c := _dense_class(m)) is not None and not self._chosen(m)}
+        self._kept = {m.name: m for m in parts if m.kind in QUANTIZED and not self._chosen(m)}
         shards = distribute(outputs, size)
         self._members: dict[str, list[Module]] = {}
         self.files = {n: self._file(n, t) for n, t in zip(shard_names(len(shards)), shards, strict=True)}
@@ -191,10 +208,16 @@ class _Quantize(Work):
             "dialect": target.name,
             "recipe": recipe.name,
             "quantized": [{"name": m.name, "shape": list(m.shape)} for m in modules.values()],
+            "dropped": [
+                {"name": m.roles["input_scale"].name, "reason": "of FP8 activations"}
+                for m in modules.values()
+                if "input_scale" in m.roles
+            ],
             "bytes_in": sum(t.nbytes for t in checkpoint.tensors.values()),
             "bytes_out": sum(byte_count(t.dtype, t.shape) for t in outputs),
         }
-        self.task_bytes = _SCRATCH + max(_task_bytes(rows) for m in modules.values() for rows, _ in _split(m))
+        largest = max(rows.task_bytes for m in modules.values() for rows in _split(m))
+        self.task_bytes = max(_SCRATCH + largest, self._made.task_bytes)
 
     def _names(self, module: Module) -> dict[str, Stored]:
         """Role -> tensor to write for a quantized module."""
@@ -206,26 +229,33 @@ class _Quantize(Work):
             "scale2": Stored(module.member(suffix["scale2"]), "F32", self.target.scalar_shape),
         }
 
-    def _outputs(self, module: Module) -> list[Stored]:
-        """The tensors to write for a module."""
-        if self._modules.get(module.name) is not module:
-            return module.tensors
-        return [*self._names(module).values(), *(t for role, t in module.roles.items() if role != "data")]
+    def _chosen(self, module: Module) -> bool:
+        return self._modules.get(module.name) is module
+
+    def _beside(self, module: Module) -> list[Output]:
+        """What is written for a module that stays, or beside one that is quantized."""
+        if not self._chosen(module):
+            return self.target.outputs(module, self.checkpoint.dialect)
+        roles = {role: t for role, t in module.roles.items() if role in ("bias", "k_scale", "v_scale")}
+        return self.target.outputs(Module(module.name, "dense", roles, module.unknown), self.checkpoint.dialect)
 
     def _file(self, name: str, tensors: Sequence[Stored]) -> File:
         names = {t.name for t in tensors}
-        copied = [(t.name, 0, t) for t in tensors if t.file]
+        carried = [self._outputs[t.name] for t in tensors if t.name in self._outputs]
         mine = [m for m in self._modules.values() if any(t.name in names for t in self._names(m).values())]
         self._members[name] = mine
-        encoded = sum(m.roles["data"].nbytes for m in mine if self._names(m)["codes"].name in names)
+        encoded = sum(_weight_bytes(m) for m in mine if self._names(m)["codes"].name in names)
         room = {self._names(m)["scale2"].name: np.float32(0) for m in mine} if self._may_round else {}
-        return File(tensors, encoded + sum(t.nbytes for *_, t in copied), copied, room=encode_provenance(room))
+        nbytes = encoded + source_bytes(carried)
+        return File(tensors, nbytes, self._made.copies(carried), room=encode_provenance(room))
 
-    def steps(self, name: str, shard: Shard) -> list[Step]:
+    def steps(self, name: str, shard: Shard) -> Sequence[Step]:
         groups: dict[str, list[Module]] = defaultdict(list)
         for module in self._members[name]:
             groups[self._shared.get(module.name, [module])[0].name].append(module)
-        return [self._group(members, shard) for members in groups.values()]
+        carried = [self._outputs[t.name] for t in self.files[name].tensors if t.name in self._outputs]
+        jobs = [self._group(members, shard) for members in groups.values()]
+        return [*jobs, *self._made.tasks(carried, shard)]
 
     def _group(self, members: Sequence[Module], shard: Shard) -> Job:
         """The job for modules of one shard that have the same scale2."""
@@ -233,7 +263,7 @@ class _Quantize(Work):
         parts = self._shared.get(first.name, [first])
         written = any(self._names(first)[role].name in shard.tensors for role in ("codes", "scales"))
         if first.name not in self._scales and (len(parts) > 1 or len(_split(first)) > 1 or not written):
-            amax = yield [Task(partial(_amax, rows, row)) for part in parts for rows, row in _split(part)]
+            amax = yield [Task(partial(_amax, rows)) for part in parts for rows in _split(part)]
             scale = self.recipe.tensor_scale(np.float32(max(amax)), self.like)
             self._scales.update({part.name: scale for part in parts})
         used = yield [task for module in members for task in self._encoders(module, shard)]
@@ -253,12 +283,12 @@ class _Quantize(Work):
         wanted = [role for role in ("codes", "scales") if names[role] in shard.tensors]
         scale, k = self._scales.get(module.name), module.shape[1]
         tasks = []
-        for rows, row in _split(module) if wanted else ():
+        for rows in _split(module) if wanted else ():
             width = {"codes": k // 2, "scales": k // BLOCK}
             targets = {
-                role: shard.piece(names[role], row * width[role], rows.shape[0] * width[role]) for role in wanted
+                role: shard.piece(names[role], rows.a * width[role], (rows.b - rows.a) * width[role]) for role in wanted
             }
-            encode = partial(_encode, rows, row, self.recipe.name, self.like, scale, targets)
+            encode = partial(_encode, rows, self.recipe.name, self.like, scale, targets)
             tasks.append(Task(encode, rows.nbytes if "codes" in wanted else 0))
         return tasks
 
@@ -287,8 +317,8 @@ class _Quantize(Work):
         return np.float32(reciprocal(scale.scale2)) if scale.divisor is None else scale.divisor
 
     def side_files(self, writer: CheckpointWriter) -> list[dict[str, str]]:
-        modules = {name: Module(name, "nvfp4", self._names(m)) for name, m in self._modules.items()}
-        section, extra = self.target.config(config_facts(self.checkpoint, modules))
+        modules = {name: Module(name, "nvfp4", self._names(m)) for name, m in self._modules.items()} | self._kept
+        section, extra = self.target.config(config_facts(self.checkpoint, modules, self._dense))
         return write_side_files(writer, self.checkpoint, section, extra, False)
 
     def findings(self) -> list[Finding]:
@@ -300,31 +330,84 @@ class _Quantize(Work):
         return self._found + ([Finding("HB110", got=got, hint=hint)] if unequal else [])
 
 
-def _split(module: Module) -> list[tuple[Stored, int]]:
-    """The dense tensor of a module in the pieces in which it is read: (rows, the first row)."""
-    tensor = module.roles["data"]
-    if tensor.nbytes <= _WHOLE:
-        return [(tensor, 0)]
-    n = tensor.shape[0]
-    return [(rows_of(tensor, a, b), a) for a, b in pieces(n, tensor.nbytes // n, _PIECE)]
+def _whole_stacks(checkpoint: Checkpoint, chosen: Mapping[str, Module]) -> list[Module]:
+    """The modules, where a stack of experts of which some are quantized counts as the layers that it holds."""
+    found: list[Module] = []
+    parts = iter(checkpoint.parts)
+    for module in checkpoint.modules:
+        layers = [next(parts) for _ in expand(module)]
+        split = module.stack is not None and any(chosen.get(m.name) is m for m in layers)
+        found += layers if split or module.stack is None else [module]
+    return found
 
 
-def _task_bytes(rows: Stored) -> int:
-    """Memory for rows and for what is made of them."""
-    return rows.nbytes + prod(rows.shape) * 9 // 16
+def _dense_class(module: Module) -> str | None:
+    """The class of a dense matrix, by which a config may know it."""
+    return module_class(module.name, len(module.shape)) if module.kind == "dense" and module.name else None
 
 
-def _amax(rows: Stored, row: int) -> np.float32:
-    with _located(rows, row):
-        return finite_amax(read_tensor(rows))
+def _weight_bytes(module: Module) -> int:
+    """Bytes of the tensors that become codes and scales."""
+    return sum(t.nbytes for role, t in module.roles.items() if role in ("data", "scale", "codes", "scales"))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows a..b of a module, read in one piece.
+
+    Attributes:
+        module: what is quantized.
+        a, b: the rows.
+        nbytes: source bytes.
+    """
+
+    module: Module
+    a: int
+    b: int
+    nbytes: int
+
+    @property
+    def task_bytes(self) -> int:
+        """Memory for the rows and for what is made of them."""
+        count = (self.b - self.a) * self.module.shape[1]
+        made = sum(t.nbytes + t.region for t in self.module.roles.values() if isinstance(t, View) and t.steps)
+        return count * _item(self.module) + count * 9 // 16 + self.nbytes + made
+
+    def read(self) -> Any:
+        """(b - a, K) in the dtype of the module, or f32.
+
+        Raises:
+            HalfbyteError: the file cannot be read, or the rows do not form a weight.
+        """
+        return dense_rows(self.module, self.a, self.b)
+
+
+def _item(module: Module) -> int:
+    """Bytes of a value as it is read: FP8 and MXFP4 become f32, through another f32 array."""
+    return DTYPE_BITS[module.roles["data"].dtype] // 8 if module.kind == "dense" else 8
+
+
+def _split(module: Module) -> list[_Rows]:
+    """A module in the pieces in which it is read."""
+    (n, k), nbytes = module.shape, _weight_bytes(module)
+    width = k * _item(module)
+    if n * width <= _WHOLE:
+        return [_Rows(module, 0, n, nbytes)]
+    ranges = pieces(n, width, _PIECE, 1 if module.kind == "dense" else 128)
+    return [_Rows(module, a, b, nbytes * b // n - nbytes * a // n) for a, b in ranges]
+
+
+def _amax(rows: _Rows) -> np.float32:
+    with _located(rows):
+        return finite_amax(rows.read())
 
 
 def _encode(
-    rows: Stored, row: int, recipe: str, like: Like, scale: TensorScale | None, targets: Mapping[str, Stored]
+    rows: _Rows, recipe: str, like: Like, scale: TensorScale | None, targets: Mapping[str, Stored]
 ) -> TensorScale:
     """Write the codes and scales of rows; a scale2 that is not given is that of these rows. Returns it."""
-    chosen, dense = recipe_named(recipe), read_tensor(rows)
-    with _located(rows, row):
+    chosen, dense = recipe_named(recipe), rows.read()
+    with _located(rows):
         if scale is None:
             scale = chosen.tensor_scale(finite_amax(dense), like)
         arrays = dict(zip(("codes", "scales"), quantize_array(dense, chosen, scale, like), strict=True))
@@ -333,14 +416,16 @@ def _encode(
 
 
 @contextlib.contextmanager
-def _located(rows: Stored, row: int) -> Iterator[None]:
+def _located(rows: _Rows) -> Iterator[None]:
     """Give an error about rows the tensor's name and the position in it."""
     try:
         yield
     except HalfbyteError as error:
-        error.file, error.tensor = rows.file, rows.name
-        if error.index is not None:
-            error.index[0] += row
+        main = rows.module.main
+        if main is not None:
+            error.file, error.tensor = main.file, main.name
+            if error.index is not None:
+                error.index = main.place([error.index[0] + rows.a, *error.index[1:]])
         raise
 
 
