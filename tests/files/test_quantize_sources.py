@@ -107,12 +107,8 @@ def test_the_golden_fp8_layers(tmp_path):
 
 
 def test_fp8_layers_that_are_left_stay_fp8(tmp_path):
-    data = np.full((32, 32), 0x38, np.uint8).view(E4M3)
-    tensors = {
-        f"{name}.{s}": t
-        for name in (Q, DOWN)
-        for s, t in {"weight": data, "weight_scale_inv": np.ones((1, 1), np.float32)}.items()
-    }
+    data, ones = np.full((160, 32), 0x38, np.uint8).view(E4M3), np.ones((2, 1), np.float32)
+    tensors = {f"{name}.weight": data for name in (Q, DOWN)} | {f"{name}.weight_scale_inv": ones for name in (Q, DOWN)}
     src = make(tmp_path / "src", tensors)
     halfbyte.quantize_checkpoint(src, tmp_path / "out", ignore=[DOWN])
     found = tensors_of(tmp_path / "out")
