@@ -31,8 +31,8 @@ from halfbyte.errors import HalfbyteError, UsageError
 PROCESS_BYTES = 24 << 20
 """Memory of a process of ours before its first task: the interpreter, NumPy, the modules of halfbyte."""
 
-_ENOUGH = 512 << 20
-"""Source bytes for each process that repay its start, which takes as long as the work on a tenth of them."""
+_ENOUGH = 256 << 20
+"""Source bytes for each process that repay its start: about a second of work, beside a fifth of one."""
 
 Where: TypeAlias = Executor | Literal["processes"] | None
 """Where tasks run: on an executor, on processes where that pays, or (None) on threads."""
@@ -112,13 +112,8 @@ class Crew:
             try:
                 _Run(executor, limit, self.width, done, spread).all(jobs)
             except BrokenExecutor:
-                raise HalfbyteError("a worker process died", hint=self._advice) from None
-
-    @property
-    def _advice(self) -> str:
-        if self.executor is None:
-            return "the system may have ended it for want of memory: try fewer --workers"
-        return "it lacked memory, or the script that starts processes lacks `if __name__ == '__main__':`"
+                hint = "try fewer workers if it lacked memory; a script with processes needs if __name__ == '__main__':"
+                raise HalfbyteError("a worker process died", hint=hint) from None
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[tuple[Executor, int]]:

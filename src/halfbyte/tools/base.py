@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from halfbyte.checkpoint.reader import Checkpoint, holds_weights, open_checkpoint
-from halfbyte.checkpoint.workdir import check_target
+from halfbyte.checkpoint.workdir import WorkDirectory, check_target
 from halfbyte.checkpoint.writer import CheckpointWriter, FileCopy, Shard
 from halfbyte.findings import Finding, Report
 from halfbyte.modules import Module
@@ -195,6 +195,8 @@ def opened(src: str | os.PathLike[str], how: Writing) -> Iterator[Checkpoint]:
     """Open the source of a writing tool, which must be readable, and check its target and options."""
     worker_count(how.workers)
     with open_checkpoint(src) as checkpoint:
+        if not how.dry_run:
+            WorkDirectory(Path(how.dst)).tidy()
         check_target(Path(how.dst), how.force, checkpoint.path)
         checkpoint.require_readable()
         yield checkpoint
