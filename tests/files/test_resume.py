@@ -33,7 +33,7 @@ from checkpoints import (
     save_sharded,
     write_json,
 )
-from halfbyte.errors import HalfbyteError, TargetError
+from halfbyte.errors import HalfbyteError, TargetError, UsageError
 from halfbyte.tasks import Crew
 
 CT = "compressed-tensors"
@@ -433,10 +433,18 @@ def test_an_executor_that_breaks(tmp_path, sources, way, after):
 
 def test_processes_start_where_there_is_enough_to_do():
     assert str(Crew.of(4, "processes", 1 << 20)) == "4 threads"
-    assert str(Crew.of(4, "processes", 600 << 20)) == "2 processes"
+    assert str(Crew.of(4, "processes", (1 << 30) - 1)) == "4 threads"
+    assert str(Crew.of(4, "processes", 1 << 30)) == "4 processes"
     assert str(Crew.of(4, "processes", 1 << 40)) == "4 processes"
     assert str(Crew.of(1, "processes", 1 << 40)) == "1 thread"
     assert str(Crew.of(4, None, 1 << 40)) == "4 threads"
+
+
+@pytest.mark.parametrize("executor", ["process", "threads", 2, object()], ids=str)
+def test_what_is_no_executor(tmp_path, sources, executor):
+    with pytest.raises(UsageError, match="not an executor"):
+        halfbyte.convert(sources / "nvfp4", tmp_path / "out", to=CT, executor=executor)
+    assert leftovers(tmp_path) == []
 
 
 def children(pid):
@@ -494,6 +502,24 @@ def test_ctrl_c_reaches_the_processes(tmp_path, sources):
         stdout, stderr = process.communicate(timeout=20)
         assert (process.returncode, stdout, stderr) == (130, "", "halfbyte: interrupted; nothing was written\n")
         assert leftovers(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a tmpfs")
+@pytest.mark.parametrize("way", ["quantize", "dequantize"])
+def test_a_disk_that_is_full_under_processes(tmp_path, sources, way):
+    (tmp_path / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", tmp_path / "disk"]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        process = start([*arguments(sources, way, tmp_path / "disk" / "out"), "--workers", 2], processes=True)
+        ran = Ran(0, *process.communicate(timeout=30))
+        (line,) = ran.lines
+        assert process.returncode == 2
+        assert line == f"halfbyte: {tmp_path}/disk/out: cannot write the target: got No space left on device"
+        assert leftovers(tmp_path / "disk") == []
+    finally:
+        subprocess.run(["umount", "-l", tmp_path / "disk"], check=True)
 
 
 def test_a_script_without_a_main_guard(tmp_path, sources):

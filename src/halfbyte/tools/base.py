@@ -150,7 +150,6 @@ class Work:
         options: what decides the bytes of the result, as JSON.
         files: by name.
         facts: of the report; "bytes_out" is among them.
-        spread: whether the files are written side by side, and not one after the other.
         task_bytes: memory that one task needs at most, for its arrays.
         checked_bytes: source bytes that ``check`` will look at once more.
         index: the name of the index, where one is written for a single file, too.
@@ -161,7 +160,6 @@ class Work:
     options: dict[str, Any]
     files: dict[str, File]
     facts: dict[str, Any]
-    spread: bool = False
     task_bytes: int = 0
     checked_bytes: int = 0
     index: str = ""
@@ -223,7 +221,7 @@ def write_checkpoint(work: Work, how: Writing) -> Report:
             else:
                 work.recall(kept)
                 meter.add(file.nbytes)
-        crew.run((_write(work, writer, name, file) for name, file in left.items()), meter.add, work.spread)
+        crew.run((_write(work, writer, name, file) for name, file in left.items()), meter.add)
         facts["files"] = work.side_files(writer)
         sealed = writer.seal(work.index)
         facts |= work.check(sealed, meter)

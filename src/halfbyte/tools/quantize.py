@@ -176,7 +176,11 @@ class _Quantize(Work):
         self._may_round = target.divides != (like == "compressed-tensors")
         outputs = [t for module in checkpoint.modules for t in self._outputs(module)]
         shards = distribute(outputs, size)
-        self._members: dict[str, list[Module]] = {}
+        owners = {t.name: m for m in modules.values() for t in self._names(m).values()}
+        self._members = {
+            name: list({owners[t.name].name: owners[t.name] for t in tensors if t.name in owners}.values())
+            for name, tensors in zip(shard_names(len(shards)), shards, strict=True)
+        }
         self.files = {n: self._file(n, t) for n, t in zip(shard_names(len(shards)), shards, strict=True)}
         self.options = {
             "recipe": recipe.name,
@@ -215,20 +219,30 @@ class _Quantize(Work):
     def _file(self, name: str, tensors: Sequence[Stored]) -> File:
         names = {t.name for t in tensors}
         copied = [(t.name, t) for t in tensors if t.file]
-        mine = [m for m in self._modules.values() if any(t.name in names for t in self._names(m).values())]
-        self._members[name] = mine
+        mine = self._members[name]
         encoded = sum(m.roles["data"].nbytes for m in mine if self._names(m)["codes"].name in names)
         room = {self._names(m)["scale2"].name: np.float32(0) for m in mine} if self._may_round else {}
         return File(tensors, encoded + sum(t.nbytes for _, t in copied), copied, room=encode_provenance(room))
 
     def steps(self, name: str, shard: Shard) -> list[Step]:
+        return [self._shard(self._members[name], shard)]
+
+    def _shard(self, members: Sequence[Module], shard: Shard) -> Job:
+        """The job for the modules of a shard: codes and scales, then all numbers at once."""
         groups: dict[str, list[Module]] = defaultdict(list)
-        for module in self._members[name]:
+        for module in members:
             groups[self._shared.get(module.name, [module])[0].name].append(module)
-        return [self._group(members, shard) for members in groups.values()]
+        yield [self._group(group, shard) for group in groups.values()]
+        numbers = []
+        for module in members:
+            name = self._names(module)["scale2"].name
+            if name in shard.tensors:
+                stored = self._stored_number(self._scales[module.name])
+                numbers.append((shard.piece(name), np.full(self.target.scalar_shape, stored, np.float32)))
+        yield [Task(partial(write_pieces, numbers))]
 
     def _group(self, members: Sequence[Module], shard: Shard) -> Job:
-        """The job for modules of one shard that have the same scale2."""
+        """The job for the modules of a shard that have one scale2, for which all parts of their layer count."""
         first = members[0]
         parts = self._shared.get(first.name, [first])
         written = any(self._names(first)[role].name in shard.tensors for role in ("codes", "scales"))
@@ -239,13 +253,6 @@ class _Quantize(Work):
         used = yield [task for module in members for task in self._encoders(module, shard)]
         if first.name not in self._scales:
             self._scales[first.name] = used[0]
-        numbers = []
-        for module in members:
-            name = self._names(module)["scale2"].name
-            if name in shard.tensors:
-                stored = self._stored_number(self._scales[module.name])
-                numbers.append((shard.piece(name), np.full(self.target.scalar_shape, stored, np.float32)))
-        yield [Task(partial(write_pieces, numbers))] if numbers else []
 
     def _encoders(self, module: Module, shard: Shard) -> list[Task]:
         """The tasks that write the codes and scales of a module as far as they are of this shard."""
@@ -263,12 +270,12 @@ class _Quantize(Work):
         return tasks
 
     def ending(self, name: str) -> tuple[dict[str, str], Any]:
-        members = self._members[name]
+        members, names = self._members[name], {t.name for t in self.files[name].tensors}
         originals: dict[str, np.float32] = {}
         for module in members if self._may_round else ():
             scale, tensor = self._scales[module.name], self._names(module)["scale2"].name
             other = scale.scale2 if self.target.divides else scale.divisor
-            if tensor in {t.name for t in self.files[name].tensors} and other is not None:
+            if tensor in names and other is not None:
                 stored = self._stored_number(scale)
                 if reciprocal(stored) != other and reciprocal(other) == stored:
                     originals[tensor] = other
