@@ -14,13 +14,12 @@ from typing import Any, TypeAlias
 
 from halfbyte.checkpoint.reader import Checkpoint, holds_weights, open_checkpoint
 from halfbyte.checkpoint.workdir import WorkDirectory, check_target
-from halfbyte.checkpoint.writer import CheckpointWriter, FileCopy, Shard
+from halfbyte.checkpoint.writer import CheckpointWriter, Shard
 from halfbyte.findings import Finding, Report
 from halfbyte.modules import Module
 from halfbyte.patterns import Patterns
 from halfbyte.stored import Stored
-from halfbyte.tasks import Crew, Step, Where, worker_count
-from halfbyte.tasks import Job as TaskJob
+from halfbyte.tasks import Crew, Job, Step, Where, worker_count
 
 __all__ = [
     "CHUNK",
@@ -40,8 +39,6 @@ __all__ = [
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), from any thread but one at a time."""
-
-Job: TypeAlias = Callable[[], None]
 
 CHUNK = 4 << 20
 """Bytes that a scan looks at in one step: two of them fit a core's cache."""
@@ -88,7 +85,7 @@ def idle(*patterns: Patterns) -> list[Finding]:
     return [Finding("HB301", got=pattern) for group in patterns for pattern in group.unused()]
 
 
-def run(jobs: Sequence[Job], workers: int, meter: Meter) -> None:
+def run(jobs: Sequence[Callable[[], None]], workers: int, meter: Meter) -> None:
     """Run jobs, which count their bytes on ``meter``, on threads; the first exception ends all, and is raised."""
     if workers == 1 or len(jobs) < 2:
         for job in jobs:
@@ -231,10 +228,10 @@ def write_checkpoint(work: Work, how: Writing) -> Report:
     return Report(work.command, tuple(work.findings()), facts)
 
 
-def _write(work: Work, writer: CheckpointWriter, name: str, file: File) -> TaskJob:
+def _write(work: Work, writer: CheckpointWriter, name: str, file: File) -> Job:
     """The job that writes one file."""
     if file.whole is not None:
-        copy: FileCopy = writer.copy(name, file.whole, file.nbytes)
+        copy = writer.copy(name, file.whole, file.nbytes)
         yield copy.copies()
         yield [copy.last()]
         return
