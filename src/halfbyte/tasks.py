@@ -31,8 +31,8 @@ from halfbyte.errors import HalfbyteError, UsageError
 PROCESS_BYTES = 24 << 20
 """Memory of a process of ours before its first task: the interpreter, NumPy, the modules of halfbyte."""
 
-_ENOUGH = 512 << 20
-"""Source bytes for each process that repay its start, which takes as long as the work on a tenth of them."""
+_ENOUGH = 256 << 20
+"""Source bytes for each process that repay its start: about a second of work, beside a fifth of one."""
 
 Where: TypeAlias = Executor | Literal["processes"] | None
 """Where tasks run: on an executor, on processes where that pays, or (None) on threads."""
@@ -83,8 +83,12 @@ class Crew:
         width = worker_count(workers)
         if isinstance(where, Executor):
             return cls(type(where).__name__, width, where)
-        many = min(width, nbytes // _ENOUGH)
-        return cls("process", many) if where == "processes" and many > 1 else cls("thread", width)
+        if where not in (None, "processes"):
+            raise UsageError(
+                "not an executor", got=repr(where), expected='a concurrent.futures.Executor or "processes"'
+            )
+        pays = width > 1 and nbytes >= width * _ENOUGH
+        return cls("process" if where == "processes" and pays else "thread", width)
 
     def __str__(self) -> str:
         if self.executor is not None:
@@ -97,28 +101,22 @@ class Crew:
         """Memory that the crew takes before its first task."""
         return (self.width + 1) * PROCESS_BYTES if self.kind == "process" and self.executor is None else 0
 
-    def run(self, jobs: Iterable[Job], done: Callable[[int], None], spread: bool = False) -> None:
+    def run(self, jobs: Iterable[Job], done: Callable[[int], None]) -> None:
         """Run jobs to their ends; the first exception ends all, waits for the tasks under way, and is raised.
 
         Args:
-            jobs: started in order, as many at a time as tasks can run.
+            jobs: begun in order, and the tasks of the first ones come first.
             done: told of source bytes, in this thread, as tasks end.
-            spread: let the tasks that run at once be of different jobs, instead of the first jobs' first.
 
         Raises:
             HalfbyteError: a worker process died; else what a task raised.
         """
         with self._started() as (executor, limit):
             try:
-                _Run(executor, limit, self.width, done, spread).all(jobs)
+                _Run(executor, limit, self.width, done).all(jobs)
             except BrokenExecutor:
-                raise HalfbyteError("a worker process died", hint=self._advice) from None
-
-    @property
-    def _advice(self) -> str:
-        if self.executor is None:
-            return "the system may have ended it for want of memory: try fewer --workers"
-        return "it lacked memory, or the script that starts processes lacks `if __name__ == '__main__':`"
+                hint = "try fewer workers if it lacked memory; a script with processes needs if __name__ == '__main__':"
+                raise HalfbyteError("a worker process died", hint=hint) from None
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[tuple[Executor, int]]:
@@ -200,7 +198,6 @@ class _Run:
     limit: int
     width: int
     done: Callable[[int], None]
-    spread: bool
 
     def all(self, jobs: Iterable[Job]) -> None:
         """Run the jobs to their ends."""
@@ -235,12 +232,12 @@ class _Run:
         return bool(self.flying)
 
     def _next_root(self) -> _Root | None:
+        """The first job that has something ready; another one is begun where none has, up to one for each worker."""
         while True:
-            ready = [root for root in self.roots if root.ready]
-            enough = ready and not (self.spread and all(root.running for root in ready))
-            job = next(self.waiting, None) if not enough and len(self.roots) < self.width else None
+            ready = next((root for root in self.roots if root.ready), None)
+            job = next(self.waiting, None) if ready is None and len(self.roots) < self.width else None
             if job is None:
-                return min(ready, key=lambda root: root.running if self.spread else 0, default=None)
+                return ready
             self.roots.append(_Root(deque([(job, None, 0)])))
 
     def _deliver(self, node: _Node, slot: int, result: Any) -> None:

@@ -375,3 +375,49 @@ def test_an_embedding(tmp_path):
     halfbyte.dequantize_checkpoint(src, tmp_path / "out", dtype="float32")
     made = array(tensors_of(tmp_path / "out")["model.embed_tokens.weight"])
     assert np.array_equal(made, values(roles).astype(np.float32))
+
+
+# --- in pieces
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("piece", [1, 700, 1 << 16])
+def test_the_pieces_change_no_byte(tmp_path, monkeypatch, piece, workers):
+    """NVFP4 with a pre_scale, and FP8 by tensor, row and block, of which the last one has a remainder."""
+    tensors = named("modelopt", "n", nvfp4(37, 64)) | {"n.pre_quant_scale": np.linspace(0.5, 2, 64).astype(BF16)}
+    scales = {"t": 0.3, "row": np.linspace(0.1, 1, 300), "col": np.linspace(0.1, 1, 300)[:, None]}
+    scales["block"] = np.arange(1, 7, dtype=np.float32).reshape(3, 2)
+    scales["four"] = np.arange(1, 7, dtype=np.float32).reshape(3, 1, 2, 1)
+    for name, scale in scales.items():
+        tensors |= {f"{name}.{k}": v for k, v in fp8(300, 250, scale=scale).items()}
+    save(tmp_path / "x.safetensors", tensors)
+    halfbyte.dequantize_checkpoint(tmp_path / "x.safetensors", tmp_path / "one", workers=1)
+    monkeypatch.setattr("halfbyte.tools.dequantize._PIECE", piece)
+    halfbyte.dequantize_checkpoint(tmp_path / "x.safetensors", tmp_path / "out", workers=workers)
+    assert listing(tmp_path / "out") == listing(tmp_path / "one")
+    with halfbyte.open(tmp_path / "x.safetensors") as source:
+        for name in scales:
+            expected = source[name].dequantize("bfloat16")
+            assert np.array_equal(array(tensors_of(tmp_path / "out")[f"{name}.weight"]), expected)
+
+
+@pytest.mark.parametrize("piece", [1, 700, 1 << 20])
+def test_findings_and_errors_of_pieces(tmp_path, monkeypatch, piece):
+    """Positions and counts are those in the tensor, and an Inf is an error by what all of its scales are."""
+    monkeypatch.setattr("halfbyte.tools.dequantize._PIECE", piece)
+    scales = np.full((HIDDEN, 2), 0x38, np.uint8)
+    scales[3, 1] = scales[9, 0] = 0x7F
+    src = make_dense(tmp_path / "src", change={f"{Q}.weight_scale": scales.view(E4M3)})
+    (finding,) = halfbyte.dequantize_checkpoint(src, tmp_path / "out").findings
+    assert (finding.code, finding.tensor, finding.index, finding.got) == ("HB118", f"{Q}.weight", [3, 16], "32 values")
+    data = np.full((40, 16), 0x7E, np.uint8).view(E4M3)
+    row_scale = np.ones(40, np.float32)
+    row_scale[20] = 200
+    save(tmp_path / "x.safetensors", {"a.weight": data, "a.weight_scale": row_scale})
+    with pytest.raises(FormatError, match="does not fit float16") as caught:
+        halfbyte.dequantize_checkpoint(tmp_path / "x.safetensors", tmp_path / "half", dtype="float16")
+    assert (caught.value.tensor, caught.value.index, caught.value.got) == ("a", [20, 0], 448 * 200)
+    row_scale[30] = np.inf
+    save(tmp_path / "x.safetensors", {"a.weight": data, "a.weight_scale": row_scale})
+    (finding,) = halfbyte.dequantize_checkpoint(tmp_path / "x.safetensors", tmp_path / "half", dtype="float16").findings
+    assert (finding.index, finding.got) == ([20, 0], "32 values")

@@ -566,3 +566,51 @@ def test_values_above_2688(tmp_path):
     out, _ = quantize(tmp_path, {"a.weight": weight})
     with halfbyte.open(out) as checkpoint:
         assert np.allclose(dict(checkpoint.weights())["a"].dequantize(), 4000, rtol=1e-6)
+
+
+# --- in pieces
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("whole", "piece"), [(0, 1), (0, 1 << 20), (2000, 500), (1 << 20, 1)])
+@pytest.mark.parametrize("options", [
+    {}, {"share_scale2": True, "max_shard_size": "1KB"}, {"like": "compressed-tensors", "max_shard_size": "700"},
+], ids=["plain", "shared", "like"])  # fmt: skip
+def test_the_pieces_change_no_byte(tmp_path, monkeypatch, options, whole, piece, workers):
+    src = make_float(tmp_path / "src", layers=2)
+    halfbyte.quantize_checkpoint(src, tmp_path / "one", workers=1, **options)
+    monkeypatch.setattr("halfbyte.tools.quantize._WHOLE", whole)
+    monkeypatch.setattr("halfbyte.tools.quantize._PIECE", piece)
+    halfbyte.quantize_checkpoint(src, tmp_path / "out", workers=workers, **options)
+    assert listing(tmp_path / "out") == listing(tmp_path / "one")
+
+
+def test_scale2_is_of_the_whole_tensor_and_not_of_a_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr("halfbyte.tools.quantize._WHOLE", 0)
+    monkeypatch.setattr("halfbyte.tools.quantize._PIECE", 1)
+    weight = np.ones((3, 16), np.float32)
+    weight[2, 5] = 2688
+    out, _ = quantize(tmp_path, {"a.weight": weight})
+    made = tensors_of(out)
+    assert f32(made["a.weight_scale_2"]) == 1
+    assert np.frombuffer(made["a.weight_scale"].data, E4M3).astype(np.float32).tolist() == [0.171875, 0.171875, 448]
+
+
+@pytest.mark.parametrize("piece", [1, 128, 1 << 20])
+def test_the_position_of_a_value_that_is_not_finite(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr("halfbyte.tools.quantize._WHOLE", 0)
+    monkeypatch.setattr("halfbyte.tools.quantize._PIECE", piece)
+    weight = np.ones((7, 16), np.float32)
+    weight[5, 3] = np.nan
+    with pytest.raises(QuantizeError) as caught:
+        quantize(tmp_path, {"a.weight": weight})
+    assert (caught.value.tensor, caught.value.index) == ("a.weight", [5, 3])
+    assert leftovers(tmp_path) == ["src"]
+
+
+def test_a_module_and_a_tensor_of_one_name(tmp_path):
+    """``m`` is a tensor, ``m.weight`` the weight of a module m: the one is copied, the other quantized."""
+    tensors = {"m": np.arange(4, dtype=np.float32), "m.weight": np.ones((2, 16), np.float32)}
+    out, report = quantize(tmp_path, tensors)
+    assert tensors_of(out)["m"] == tensors_of(tmp_path / "src")["m"]
+    assert [q["name"] for q in report.facts["quantized"]] == ["m"]

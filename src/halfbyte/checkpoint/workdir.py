@@ -52,8 +52,8 @@ class WorkDirectory:
         try:
             self._lock()
             self._restore()
-            check_target(self.target, force)
             left = self._left()
+            check_target(self.target, force)
             if left and resume:
                 self._compare(left, plan)
             elif left and not force:
@@ -77,6 +77,17 @@ class WorkDirectory:
         except BaseException:
             self.leave()
             raise
+
+    def tidy(self) -> None:
+        """Remove what is left of a run that nobody can go on with: it was killed before it began, or at its end."""
+        if self.path.is_dir():
+            with contextlib.suppress(TargetError):
+                self._lock()
+                self._restore()
+                if self._left():
+                    self._release()
+                else:
+                    self.leave()
 
     def leave(self) -> None:
         """Remove the directory and let go of its lock; a target that was set aside goes back."""

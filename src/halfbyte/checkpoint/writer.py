@@ -33,6 +33,9 @@ from halfbyte.tasks import Task
 _RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
 _COPY_TASK = 256 << 20
 """Bytes that one task copies at most."""
+
+_COPY_STEP = 64 << 20
+"""Bytes that the kernel is asked to copy at once: Ctrl-C waits for so many."""
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -266,7 +269,7 @@ def copy_range(source: int, target: int, start: int, offset: int, count: int) ->
         if in_kernel:
             # Two file systems, a filter of system calls, a file system without it: it declines in many ways.
             with contextlib.suppress(OSError):
-                copied = os.copy_file_range(source, target, count, start, offset)
+                copied = os.copy_file_range(source, target, min(count, _COPY_STEP), start, offset)
             in_kernel = copied > 0
         if not copied:
             try:

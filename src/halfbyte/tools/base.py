@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from halfbyte.checkpoint.reader import Checkpoint, holds_weights, open_checkpoint
-from halfbyte.checkpoint.workdir import check_target
-from halfbyte.checkpoint.writer import CheckpointWriter, FileCopy, Shard
+from halfbyte.checkpoint.workdir import WorkDirectory, check_target
+from halfbyte.checkpoint.writer import CheckpointWriter, Shard
 from halfbyte.findings import Finding, Report
 from halfbyte.modules import Module, Reading
 from halfbyte.patterns import Patterns
 from halfbyte.stored import Stored
-from halfbyte.tasks import Crew, Step, Where, worker_count
-from halfbyte.tasks import Job as TaskJob
+from halfbyte.tasks import Crew, Job, Step, Where, worker_count
 
 __all__ = [
     "CHUNK",
@@ -40,8 +39,6 @@ __all__ = [
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), from any thread but one at a time."""
-
-Job: TypeAlias = Callable[[], None]
 
 CHUNK = 4 << 20
 """Bytes that a scan looks at in one step: two of them fit a core's cache."""
@@ -88,7 +85,7 @@ def idle(*patterns: Patterns) -> list[Finding]:
     return [Finding("HB301", got=pattern) for group in patterns for pattern in group.unused()]
 
 
-def run(jobs: Sequence[Job], workers: int, meter: Meter) -> None:
+def run(jobs: Sequence[Callable[[], None]], workers: int, meter: Meter) -> None:
     """Run jobs, which count their bytes on ``meter``, on threads; the first exception ends all, and is raised."""
     if workers == 1 or len(jobs) < 2:
         for job in jobs:
@@ -150,7 +147,6 @@ class Work:
         options: what decides the bytes of the result, as JSON.
         files: by name.
         facts: of the report; "bytes_out" is among them.
-        spread: whether the files are written side by side, and not one after the other.
         task_bytes: memory that one task needs at most, for its arrays.
         checked_bytes: source bytes that ``check`` will look at once more.
         index: the name of the index, where one is written for a single file, too.
@@ -161,7 +157,6 @@ class Work:
     options: dict[str, Any]
     files: dict[str, File]
     facts: dict[str, Any]
-    spread: bool = False
     task_bytes: int = 0
     checked_bytes: int = 0
     index: str = ""
@@ -195,6 +190,8 @@ def opened(src: str | os.PathLike[str], how: Writing, reading: Reading | None = 
     """Open the source of a writing tool, which must be readable, and check its target and options."""
     worker_count(how.workers)
     with open_checkpoint(src, reading) as checkpoint:
+        if not how.dry_run:
+            WorkDirectory(Path(how.dst)).tidy()
         check_target(Path(how.dst), how.force, checkpoint.path)
         checkpoint.require_readable()
         yield checkpoint
@@ -221,7 +218,7 @@ def write_checkpoint(work: Work, how: Writing) -> Report:
             else:
                 work.recall(kept)
                 meter.add(file.nbytes)
-        crew.run((_write(work, writer, name, file) for name, file in left.items()), meter.add, work.spread)
+        crew.run((_write(work, writer, name, file) for name, file in left.items()), meter.add)
         facts["files"] = work.side_files(writer)
         sealed = writer.seal(work.index)
         facts |= work.check(sealed, meter)
@@ -231,10 +228,10 @@ def write_checkpoint(work: Work, how: Writing) -> Report:
     return Report(work.command, tuple(work.findings()), facts)
 
 
-def _write(work: Work, writer: CheckpointWriter, name: str, file: File) -> TaskJob:
+def _write(work: Work, writer: CheckpointWriter, name: str, file: File) -> Job:
     """The job that writes one file."""
     if file.whole is not None:
-        copy: FileCopy = writer.copy(name, file.whole, file.nbytes)
+        copy = writer.copy(name, file.whole, file.nbytes)
         yield copy.copies()
         yield [copy.last()]
         return

@@ -125,7 +125,6 @@ class _Convert(Work):
     """Copies and, for another dialect, numbers; in the same dialect with the same shards, copies of whole files."""
 
     command = "convert"
-    spread = True
 
     def __init__(self, checkpoint: Checkpoint, asked: _Asked, prove: bool, dst: str) -> None:
         self.checkpoint, self.prove = checkpoint, prove

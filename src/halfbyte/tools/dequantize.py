@@ -28,7 +28,7 @@ _INSIDE = ("codes", "scales", "scale2", "data", "scale", "pre_scale")
 _PIECE = 8 << 20
 """Bytes of float32 values that are made at once."""
 
-_VALUE_BYTES = 16
+_VALUE_BYTES = 20
 """Memory for one value while it is made: codes, products, indices of block scales, the rounded value."""
 
 _BY_ROW = ("codes", "scales", "data")

@@ -193,7 +193,11 @@ class _Quantize(Work):
         self._dense = {m.name: c for m in parts if (c := _dense_class(m)) is not None and not self._chosen(m)}
         self._kept = {m.name: m for m in parts if m.kind in QUANTIZED and not self._chosen(m)}
         shards = distribute(outputs, size)
-        self._members: dict[str, list[Module]] = {}
+        owners = {t.name: m for m in modules.values() for t in self._names(m).values()}
+        self._members = {
+            name: list({owners[t.name].name: owners[t.name] for t in tensors if t.name in owners}.values())
+            for name, tensors in zip(shard_names(len(shards)), shards, strict=True)
+        }
         self.files = {n: self._file(n, t) for n, t in zip(shard_names(len(shards)), shards, strict=True)}
         self.options = {
             "recipe": recipe.name,
@@ -242,23 +246,32 @@ class _Quantize(Work):
     def _file(self, name: str, tensors: Sequence[Stored]) -> File:
         names = {t.name for t in tensors}
         carried = [self._outputs[t.name] for t in tensors if t.name in self._outputs]
-        mine = [m for m in self._modules.values() if any(t.name in names for t in self._names(m).values())]
-        self._members[name] = mine
+        mine = self._members[name]
         encoded = sum(_weight_bytes(m) for m in mine if self._names(m)["codes"].name in names)
         room = {self._names(m)["scale2"].name: np.float32(0) for m in mine} if self._may_round else {}
         nbytes = encoded + source_bytes(carried)
         return File(tensors, nbytes, self._made.copies(carried), room=encode_provenance(room))
 
     def steps(self, name: str, shard: Shard) -> Sequence[Step]:
-        groups: dict[str, list[Module]] = defaultdict(list)
-        for module in self._members[name]:
-            groups[self._shared.get(module.name, [module])[0].name].append(module)
         carried = [self._outputs[t.name] for t in self.files[name].tensors if t.name in self._outputs]
-        jobs = [self._group(members, shard) for members in groups.values()]
-        return [*jobs, *self._made.tasks(carried, shard)]
+        return [self._shard(self._members[name], shard), *self._made.tasks(carried, shard)]
+
+    def _shard(self, members: Sequence[Module], shard: Shard) -> Job:
+        """The job for the modules of a shard: codes and scales, then all numbers at once."""
+        groups: dict[str, list[Module]] = defaultdict(list)
+        for module in members:
+            groups[self._shared.get(module.name, [module])[0].name].append(module)
+        yield [self._group(group, shard) for group in groups.values()]
+        numbers = []
+        for module in members:
+            name = self._names(module)["scale2"].name
+            if name in shard.tensors:
+                stored = self._stored_number(self._scales[module.name])
+                numbers.append((shard.piece(name), np.full(self.target.scalar_shape, stored, np.float32)))
+        yield [Task(partial(write_pieces, numbers))]
 
     def _group(self, members: Sequence[Module], shard: Shard) -> Job:
-        """The job for modules of one shard that have the same scale2."""
+        """The job for the modules of a shard that have one scale2, for which all parts of their layer count."""
         first = members[0]
         parts = self._shared.get(first.name, [first])
         written = any(self._names(first)[role].name in shard.tensors for role in ("codes", "scales"))
@@ -269,13 +282,6 @@ class _Quantize(Work):
         used = yield [task for module in members for task in self._encoders(module, shard)]
         if first.name not in self._scales:
             self._scales[first.name] = used[0]
-        numbers = []
-        for module in members:
-            name = self._names(module)["scale2"].name
-            if name in shard.tensors:
-                stored = self._stored_number(self._scales[module.name])
-                numbers.append((shard.piece(name), np.full(self.target.scalar_shape, stored, np.float32)))
-        yield [Task(partial(write_pieces, numbers))] if numbers else []
 
     def _encoders(self, module: Module, shard: Shard) -> list[Task]:
         """The tasks that write the codes and scales of a module as far as they are of this shard."""
@@ -293,12 +299,12 @@ class _Quantize(Work):
         return tasks
 
     def ending(self, name: str) -> tuple[dict[str, str], Any]:
-        members = self._members[name]
+        members, names = self._members[name], {t.name for t in self.files[name].tensors}
         originals: dict[str, np.float32] = {}
         for module in members if self._may_round else ():
             scale, tensor = self._scales[module.name], self._names(module)["scale2"].name
             other = scale.scale2 if self.target.divides else scale.divisor
-            if tensor in {t.name for t in self.files[name].tensors} and other is not None:
+            if tensor in names and other is not None:
                 stored = self._stored_number(scale)
                 if reciprocal(stored) != other and reciprocal(other) == stored:
                     originals[tensor] = other
@@ -370,8 +376,9 @@ class _Rows:
     def task_bytes(self) -> int:
         """Memory for the rows and for what is made of them."""
         count = (self.b - self.a) * self.module.shape[1]
+        stored = 0 if self.module.kind == "dense" else self.nbytes
         made = sum(t.nbytes + t.region for t in self.module.roles.values() if isinstance(t, View) and t.steps)
-        return count * _item(self.module) + count * 9 // 16 + self.nbytes + made
+        return count * _item(self.module) + count * 9 // 16 + stored + made
 
     def read(self) -> Any:
         """(b - a, K) in the dtype of the module, or f32.
