@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from math import prod
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -53,6 +53,8 @@ def checked(reading: Reading) -> Reading:
 @dataclass(frozen=True)
 class SwapNibbles:
     """The two codes of each byte exchanged."""
+
+    in_place: ClassVar[bool] = True
 
     def __call__(self, raw: Any) -> Any:
         """Bytes in any shape, in the same."""

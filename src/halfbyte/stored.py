@@ -72,7 +72,7 @@ class View(Stored):
     Attributes:
         region: bytes on disk, from ``start``, that it is made from.
         steps: each makes an array from the one before; the first gets the region's bytes. Without steps the
-            region is the tensor.
+            region is the tensor. A step whose attribute ``in_place`` is true changes bytes where they are.
         expert: of the stack on disk, or None.
         first, stride: row r here is row ``first + r * stride`` there.
     """
@@ -112,31 +112,65 @@ def as_array(raw: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 
 
 def rows_of(tensor: Stored, a: int, b: int) -> Stored:
-    """Entries a..b along the first axis of a tensor that lies as it is meant, which lie together."""
+    """Entries a..b along the first axis of a tensor.
+
+    They lie together, unless steps make the tensor of which not all keep every byte in its place: then all of it is
+    made for them.
+    """
     each = tensor.nbytes // max(tensor.shape[0], 1)
-    shape = (b - a, *tensor.shape[1:])
-    return replace(tensor, shape=shape, start=tensor.start + a * each, nbytes=(b - a) * each)
+    part = replace(tensor, shape=(b - a, *tensor.shape[1:]), nbytes=(b - a) * each)
+    if not isinstance(part, View):
+        return replace(part, start=tensor.start + a * each)
+    part = replace(part, first=part.first + a * part.stride)
+    if all(getattr(step, "in_place", False) for step in part.steps):
+        return replace(part, start=part.start + a * each, region=(b - a) * each)
+    return replace(part, steps=(*part.steps, Cut(a * each, b * each)))
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Bytes start..stop of what is made."""
+
+    start: int
+    stop: int
+
+    def __call__(self, raw: Any) -> Any:
+        """(stop - start,) u8."""
+        return np.ascontiguousarray(raw).reshape(-1).view(np.uint8)[self.start : self.stop]
+
+
+_KEPT = 4
 _LAST = threading.local()
 
 
 def read_into(tensor: Stored, start: int, out: Any) -> None:
     """Fill ``out`` (bytes,) u8 from byte ``start`` of a tensor, whose file is opened for it.
 
-    A view that is made in steps is made whole, and kept until another one is read in this thread.
+    A view that is made in steps is made whole, and kept until others are read in this thread.
 
     Raises:
         FormatError: the file has become shorter, or cannot be read.
     """
     if isinstance(tensor, View) and tensor.steps:
-        if getattr(_LAST, "tensor", None) != tensor:
-            raw = np.empty(tensor.region, np.uint8)
-            _fill(tensor, tensor.start, raw)
-            _LAST.tensor, _LAST.made = tensor, tensor.make(raw)
-        out[...] = _LAST.made[start : start + len(out)]
+        cut = tensor.steps[-1]
+        begin = start + (cut.start if isinstance(cut, Cut) else 0)
+        out[...] = _made(tensor)[begin : begin + len(out)]
     else:
         _fill(tensor, tensor.start + start, out)
+
+
+def _made(view: View) -> Any:
+    """All bytes of a view, before they are cut; the last four are kept: a few parts of one weight, read in turn."""
+    steps = view.steps[:-1] if isinstance(view.steps[-1], Cut) else view.steps
+    key = (view.file, view.start, view.region, steps)
+    kept: dict[Any, Any] = _LAST.__dict__.setdefault("made", {})
+    if key not in kept:
+        while len(kept) >= _KEPT:
+            del kept[next(iter(kept))]
+        raw = np.empty(view.region, np.uint8)
+        _fill(view, view.start, raw)
+        kept[key] = replace(view, steps=steps).make(raw)
+    return kept[key]
 
 
 def _fill(tensor: Stored, position: int, out: Any) -> None:
