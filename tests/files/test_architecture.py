@@ -30,9 +30,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "recipes": MEANING,
     "layouts": MEANING,
     "diagnose": (*MEANING, "layouts"),
+    "twins": (*FILES, "diagnose", "modules", "experts", "dialects", "checkpoint"),
     "dialects": (*FILES, "modules", "experts"),
     "checkpoint": (*FILES, "modules", "experts", "dialects"),
-    "tools": (*FILES, "diagnose", "modules", "experts", "dialects", "checkpoint"),
+    "tools": (*FILES, "diagnose", "twins", "modules", "experts", "dialects", "checkpoint"),
     "cli": (*FILES, "explanations", "modules", "experts", "dialects", "checkpoint", "tools"),
     "kernels": (*MEANING, "layouts"),
     "ops": RUN,
@@ -44,8 +45,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- weight <-
 recipes, layouts <- dialects <- checkpoint <- tools <- cli, and weight <- layouts <- kernels <- ops <- nn."""
 
-CHAIN = {"reader": {"header"}, "writer": {"header", "reader"}, "consistency": {"header", "reader"}}
-"""Inside checkpoint: header <- reader <- writer, consistency."""
+CHAIN = {
+    "reader": {"header"},
+    "writer": {"header", "reader"},
+    "consistency": {"header", "reader", "expert_checks"},
+}
+"""Inside checkpoint: header <- reader <- writer, consistency, and expert_checks <- consistency."""
 
 MODULES = sorted(SOURCE.rglob("*.py"))
 ids = pytest.mark.parametrize("file", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
