@@ -233,6 +233,11 @@ def expand(module: Module) -> list[Module]:
     return found
 
 
+def ordered(module: Module, gate_up: str | None) -> Module:
+    """A stack, taken to have that order of gate and up."""
+    return module if module.stack is None else replace(module, stack=replace(module.stack, gate_up=gate_up))
+
+
 def _part(module: Module, stack: Stack, role: str, tensor: Stored, expert: int, half: int, halves: int) -> Stored:
     """What of ``tensor`` belongs to one half of one expert."""
     experts, n, _ = module.shape

@@ -19,9 +19,9 @@ EXPLANATIONS: Final[dict[str, str]] = {
     "HB102": (
         "NVFP4 has one block scale for 16 codes along K, row-major and unpadded: (N, K/16) for a weight of (N, K), and "
         "K a multiple of 16. Half the columns are what older ModelOpt releases wrote for a model that was compressed "
-        "already; rows padded to 128 and columns to 4 are swizzled scales, as ComfyUI stores them. An engine that "
-        "reads one form as the other gives garbage. Export again from the model before compression, or convert the "
-        "file with the tool that wrote it."
+        "already; rows padded to 128 and columns to 4 are swizzled scales, as ComfyUI stores them. An engine that reads "
+        "one form as the other gives garbage. Export again from the model before compression, or convert the file with "
+        "the tool that wrote it."
     ),
     "HB103": (
         "A block scale of byte 7F or FF is NaN. Torch decodes its 16 weights as NaN, and with them every output of the "
@@ -60,8 +60,8 @@ EXPLANATIONS: Final[dict[str, str]] = {
     "HB109": (
         "A second scale or input scale is one number ([], [1]), pre_quant_scale has K of them, and the scale of an FP8 "
         "weight is one number, one for each row, or one for each 128x128 block. ModelOpt uses the one key weight_scale "
-        "for all kinds of weights, so a reader that goes by the name alone takes one kind for another. Export the "
-        "layer again."
+        "for all kinds of weights, so a reader that goes by the name alone takes one kind for another. Export the layer "
+        "again."
     ),
     "HB110": (
         "Engines join q/k/v and gate/up into one matrix with one second scale. vLLM warns, takes the largest one (the "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -27,7 +26,7 @@ from halfbyte.diagnose import (
     reinterpret,
 )
 from halfbyte.errors import FormatError, WeightError
-from halfbyte.experts import GATE_UP, expand, spelled
+from halfbyte.experts import GATE_UP, GATE_UP_ORDERS, METADATA, expand, ordered, spelled
 from halfbyte.findings import Finding
 from halfbyte.modules import QUANTIZED, Module, refuse_broken, refuse_companions
 from halfbyte.patterns import spellings
@@ -139,7 +138,7 @@ class Twins:
             self._found[module.name] = _not_measured(module, error)
             return [module]
         if module.name.rpartition(".")[2] in GATE_UP and known.is_whole(module.name):
-            module = replace(module, stack=replace(module.stack, gate_up=None))
+            module = ordered(module, None)
         parts = expand(module)
         if module.stack is not None and module.stack.gate_up:
             self._stacks |= dict.fromkeys((part.name for part in parts), module)
@@ -168,10 +167,8 @@ class Twins:
         except FormatError as error:
             self._found[part.name] = _not_measured(part, error)
         else:
-            weight = self.checkpoint.load(part)
             try:
-                if part.kind == "nvfp4":
-                    weight = reinterpret(weight, self.nibble_order, self.scale_layout)
+                weight = self._load(part)
             except WeightError as error:
                 name, index = _where(part)
                 self._found[part.name] = Finding("HB504", name, index, error.got, error.expected, error.message)
@@ -190,8 +187,8 @@ class Twins:
             return
         near = nearest(part.name, self._by_shape[twin.shape])[:NEAR]
         reading = diagnose(weight, values, {other: self._dense[other] for other in near}, part.name)
-        if reading is None and part.name in self._stacks:
-            reading = self._as_whole(part)
+        if part.name in self._stacks and (reading is None or reading.name.startswith("rows permuted")):
+            reading = self._in_another_order(part, bound) or reading
         if reading is not None:
             self.readings[part.name] = reading.name
             hint = f"{reading.name}: {reading.relative:.4g} if read so; {reading.hint}"
@@ -209,24 +206,22 @@ class Twins:
             hint=hint if index is None else f"{part.name.rpartition('.')[2]}: {hint}",
         )
 
-    def _as_whole(self, part: Module) -> Reading | None:
-        """What explains gate and up of one expert together: they may lie in another order than is stated."""
-        module, parent = self._stacks[part.name], part.name.rpartition(".")[0]
-        names = [f"{parent}.{half}" for half in GATE_UP[module.name.rpartition(".")[2]]]
-        if module.stack is None or not all(name in self._dense for name in names):
-            return None
-        whole = next(p for p in expand(replace(module, stack=replace(module.stack, gate_up=None))) if _same(p, part))
-        halves = [self._dense[name][:] for name in names]
-        if module.stack.gate_up == "interleaved":
-            dense = np.stack(halves, 1).reshape(-1, part.shape[-1])
-        else:
-            dense = np.concatenate(halves if module.stack.gate_up == "concatenated" else halves[::-1])
-        try:
-            weight = self.checkpoint.load(whole)
-            weight = reinterpret(weight, self.nibble_order, self.scale_layout) if part.kind == "nvfp4" else weight
-        except (FormatError, WeightError):
-            return None  # gate and up have a scale2 each
-        return diagnose(weight, dense, {}, whole.name)
+    def _in_another_order(self, part: Module, bound: float) -> Reading | None:
+        """Whether gate and up of a stack lie in another order than is stated."""
+        module = self._stacks[part.name]
+        at = [p.name for p in expand(module)].index(part.name)
+        for order in GATE_UP_ORDERS:
+            other = expand(ordered(module, order))[at]
+            relative = error_of(self._load(other), self._dense[part.name]).relative
+            if relative <= bound:
+                name = f"gate and up that lie {order.replace('_', ' ')}"
+                return Reading(name, relative, f'state "gate_up": "{order}" in the metadata {METADATA}')
+        return None
+
+    def _load(self, part: Module) -> Any:
+        """The weight of a layer, read as is asked for."""
+        weight = self.checkpoint.load(part)
+        return reinterpret(weight, self.nibble_order, self.scale_layout) if part.kind == "nvfp4" else weight
 
 
 class _Dense:
@@ -242,7 +237,7 @@ class _Dense:
                 self._whole.add(name)
             parts = expand(module)
             if unsplit and module.stack is not None and module.stack.gate_up:
-                parts += expand(replace(module, stack=replace(module.stack, gate_up=None)))
+                parts += expand(ordered(module, None))
             for part in parts:
                 if part.main is not None:
                     self._layers.setdefault(spelled(part.name), part.main)
@@ -261,11 +256,6 @@ class _Dense:
         """What to do where a layer has no twin because one side is not taken apart."""
         whole = part.name.rpartition(".")[2] in GATE_UP and part.main is not None and isinstance(part.main, View)
         return "nothing states the order of gate and up: see HB138" if whole else None
-
-
-def _same(a: Module, b: Module) -> bool:
-    """Whether two layers are of the same expert."""
-    return a.main is not None and b.main is not None and a.main.place([]) == b.main.place([])
 
 
 def _where(part: Module) -> tuple[str, list[int] | None]:

@@ -62,6 +62,23 @@ def test_sound_stacks(tmp_path, columns, sample):
 # --- block scales and codes
 
 
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+@both
+def test_stacks_with_dotted_names(tmp_path, columns, dialect):
+    tensors = {}
+    for name in (GATE_UP, DOWN):
+        codes, scales = (both_stacks(columns)[f"{name}{suffix}"] for suffix in ("", "_weight_scale"))
+        tensors |= named(dialect, name, {"codes": codes, "scales": scales, "scale2": 2.0**-12}, (E,))
+    section = ct_section() if dialect == "compressed-tensors" else None
+    path = model(tmp_path / "x", tensors, section=section)
+    assert found(path) == ()
+    scales = tensors[f"{DOWN}.weight_scale"].view(np.uint8)
+    scales[(1, 1, 9) if columns else (1, 9, 1)] = 0x7F
+    assert told(found(model(path, tensors, section=section))) == [
+        ("HB103", f"{DOWN}.weight_scale", [1, 9, 1], "byte 7F")
+    ]
+
+
 @both
 @pytest.mark.parametrize(("byte", "code"), [(0x7F, "HB103"), (0xFF, "HB103"), (0x80, "HB104"), (0xB8, "HB104")])
 def test_bad_block_scales(tmp_path, columns, byte, code):
@@ -82,6 +99,16 @@ def test_hb115_zero_scales(tmp_path, columns):
         where = slice(block * 8, block * 8 + 8)
         codes[(e, where, row) if columns else (e, row, where)] = [0, 0, 0, 0, 0, 0, 0x30, 0] if keep else 0x80
     assert told(found(model(tmp_path / "x", tensors))) == [("HB115", GATE_UP, None, "2 blocks")]
+
+
+def test_hb115_in_a_sample_of_columns(tmp_path):
+    """A row of blocks is 8 rows of bytes, which are read together."""
+    tensors = both_stacks(True)
+    scales = tensors[f"{GATE_UP}_weight_scale"].view(np.uint8)
+    scales[0, 0, 5] = scales[2, 3, 7] = scales[1, 0, 0] = 0
+    path = model(tmp_path / "x", tensors)
+    assert told(found(path, sample=0.01)) == [("HB115", GATE_UP, None, "2 blocks in 2 of 12 rows")]
+    assert told(found(path)) == [("HB115", GATE_UP, None, "3 blocks")]
 
 
 @both
@@ -375,9 +402,11 @@ def test_mxfp4_is_sound(tmp_path, dialect):
 
 
 @pytest.mark.parametrize("dialect", MX_SECTION)
-def test_hb103_mxfp4(tmp_path, dialect):
+@pytest.mark.parametrize("dtype", ["U8", "F8_E8M0"])
+def test_hb103_mxfp4(tmp_path, dialect, dtype):
     tensors = mxfp4("a.up_proj", dialect)
     tensors["a.up_proj.weight_scale"][3, 1] = 0xFF
+    tensors["a.up_proj.weight_scale"] = Raw(dtype, (4, 2), tensors["a.up_proj.weight_scale"].tobytes())
     (finding,) = found(model(tmp_path / "x", tensors, section=MX_SECTION[dialect]))
     assert told([finding]) == [("HB103", "a.up_proj.weight_scale", [3, 1], "byte FF")]
     assert finding.expected == "00 to FE"

@@ -171,7 +171,8 @@ def _config_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _input_scale_name(checkpoint: Checkpoint, module: Module) -> str:
-    if module.stack is not None and module.main is not None and not module.main.name.endswith(".weight"):
+    main = module.main
+    if module.stack is not None and main is not None and not main.name.startswith(f"{module.name}."):
         return f"{module.name}_input_scale"
     return module.member(checkpoint.dialect.suffixes["nvfp4"]["input_scale"])
 
