@@ -19,15 +19,16 @@ EXPLANATIONS: Final[dict[str, str]] = {
     "HB102": (
         "NVFP4 has one block scale for 16 codes along K, row-major and unpadded: (N, K/16) for a weight of (N, K), and "
         "K a multiple of 16. Half the columns are what older ModelOpt releases wrote for a model that was compressed "
-        "already; rows padded to 128 and columns to 4 are swizzled scales, as ComfyUI stores them. An engine that reads "
-        "one form as the other gives garbage. Export again from the model before compression, or convert the file with "
-        "the tool that wrote it."
+        "already; rows padded to 128 and columns to 4 are swizzled scales, as ComfyUI stores them. An engine that "
+        "reads one form as the other gives garbage. MXFP4 has one scale for 32 codes. In a stack of experts the axis "
+        "along which there are 8 times as many bytes of codes as scales is K, and the other is N. Export again from "
+        "the model before compression, or convert the file with the tool that wrote it."
     ),
     "HB103": (
         "A block scale of byte 7F or FF is NaN. Torch decodes its 16 weights as NaN, and with them every output of the "
         "row; ggml reads 7F as 0 and FF as the number 480, so that the same file gives different weights there. "
-        "ModelOpt 0.47 writes FF, with a second scale of 0, for a weight that is all zero. Quantize the tensor again; "
-        "halfbyte gives zeros a finite scale."
+        "ModelOpt 0.47 writes FF, with a second scale of 0, for a weight that is all zero. The scales of MXFP4 are "
+        "powers of two, of which FF alone is NaN. Quantize the tensor again; halfbyte gives zeros a finite scale."
     ),
     "HB104": (
         "Block scales are non-negative by convention, and the sign of a weight is in its code: bytes 80 to FE do not "
@@ -58,10 +59,10 @@ EXPLANATIONS: Final[dict[str, str]] = {
         "which it is."
     ),
     "HB109": (
-        "A second scale or input scale is one number ([], [1]), pre_quant_scale has K of them, and the scale of an FP8 "
-        "weight is one number, one for each row, or one for each 128x128 block. ModelOpt uses the one key weight_scale "
-        "for all kinds of weights, so a reader that goes by the name alone takes one kind for another. Export the layer "
-        "again."
+        "A second scale or input scale is one number ([], [1]), in a stack of experts one for each or two for gate and "
+        "up of each; pre_quant_scale has K of them, and the scale of an FP8 weight is one number, one for each row, or "
+        "one for each 128x128 block. ModelOpt uses the one key weight_scale for all kinds of weights, so a reader that "
+        "goes by the name alone takes one kind for another. Export the layer again."
     ),
     "HB110": (
         "Engines join q/k/v and gate/up into one matrix with one second scale. vLLM warns, takes the largest one (the "
@@ -99,8 +100,8 @@ EXPLANATIONS: Final[dict[str, str]] = {
     ),
     "HB116": (
         "Not one code of this weight is other than 0, so the layer gives only zeros. That can be meant, as in a pruned "
-        "layer; more often it is a hole in a file that was not copied or written to its end. Compare with the original "
-        "model, or fetch the shard again."
+        "layer; more often it is a hole in a file that was not copied or written to its end; of a stack, each empty "
+        "expert is named. Compare with the original model, or fetch the shard again."
     ),
     "HB117": (
         "Block scales 01 to 07 are subnormal E4M3 numbers. They are valid and halfbyte decodes them exactly. vLLM's "
@@ -194,9 +195,9 @@ EXPLANATIONS: Final[dict[str, str]] = {
     ),
     "HB134": (
         "The tensors are of a format that halfbyte knows by sight and does not decode yet, such as ComfyUI, MLX, "
-        "torchao, FP-Quant or MXFP4. They differ from ModelOpt in more than names: ComfyUI swaps the nibbles and "
-        "swizzles the scales, FP-Quant rotates the weights. Nothing is proven about such a file. Convert it with the "
-        "tool that wrote it, or start from the original model."
+        "torchao or FP-Quant. They differ from ModelOpt in more than names: ComfyUI swaps the nibbles and swizzles the "
+        "scales, FP-Quant rotates the weights. Nothing is proven about such a file. Convert it with the tool that "
+        "wrote it, or start from the original model."
     ),
     "HB135": (
         "A directory with several safetensors files needs model.safetensors.index.json, by which loaders find the "

@@ -29,16 +29,20 @@ def expert_findings(modules: Iterable[Module], config: Mapping[str, Any], whole:
     for module in modules:
         if module.main is None or module.kind == "none":
             continue
-        if module.kind in (*QUANTIZED, "unread") and is_router(module.name):
-            yield Finding("HB137", module.main.name, got=module.kind, expected="dense")
         if "experts" not in module.name:
+            if module.kind in (*QUANTIZED, "unread") and is_router(module.name):
+                yield Finding("HB137", module.main.name, got=module.kind, expected="dense")
             continue
         parent, _, last = spelled(module.name).rpartition(".")
         if module.stack is not None:
             yield from _stack_findings(module, last)
-            layers.setdefault(parent, _Layer(module.name)).add_stack(module, last)
+            if parent not in layers:
+                layers[parent] = _Layer(module.name.rpartition(".")[0])
+            layers[parent].add_stack(module, last)
         elif (found := numbered(f"{parent}.{last}")) is not None:
-            layers.setdefault(found[0], _Layer(module.name.rpartition(".")[0])).add(module, found[1], last)
+            if found[0] not in layers:
+                layers[found[0]] = _Layer(module.name.rsplit(".", 2)[0])
+            layers[found[0]].add(module, found[1], last)
     for layer in layers.values():
         yield from layer.twice()
     if whole:
@@ -58,8 +62,8 @@ def _stack_findings(module: Module, stem: str) -> Iterator[Finding]:
 class _Layer:
     """The experts of one layer, under the spelling of most models."""
 
-    def __init__(self, first: str) -> None:
-        self.name = first.rpartition(".")[0]
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._numbers: dict[str, set[int]] = defaultdict(set)  # part -> experts that have it
         self._forms: dict[str, dict[str, str]] = defaultdict(dict)  # part -> form -> a tensor of it
         self._stacked = 0
