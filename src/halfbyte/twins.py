@@ -1,13 +1,15 @@
 """The quantized weights of a checkpoint beside the dense ones that they were made from.
 
 Stacks of experts are taken apart on both sides, so that each expert's layer is measured by itself, however the two
-checkpoints store it. Where nothing states the order of gate and up on one side, gate_up_proj stays whole on both.
+checkpoints store it. Where nothing states the order of gate and up of a quantized stack, it is taken to be
+"concatenated", and the other orders are among the readings; where nothing states that of a dense stack, it is taken
+to be that of the quantized one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -30,7 +32,7 @@ from halfbyte.experts import GATE_UP, GATE_UP_ORDERS, METADATA, expand, ordered,
 from halfbyte.findings import Finding
 from halfbyte.modules import QUANTIZED, Module, refuse_broken, refuse_companions
 from halfbyte.patterns import spellings
-from halfbyte.stored import FLOATS, Stored, View, as_array, byte_count
+from halfbyte.stored import FLOATS, Stored, as_array, byte_count
 
 Tell = Callable[[int], None]
 """Is told of bytes that are done."""
@@ -69,8 +71,10 @@ class Twins:
         self.readings: dict[str, str] = {}
         self._modules = [m for m in modules if m.kind in QUANTIZED and m.main is not None]
         self._parts: list[Module] = []
+        self._unknown: list[str] = []
         self._pairs: list[tuple[Module, Stored]] = []
         self._stacks: dict[str, Module] = {}
+        self._assumed: set[str] = set()
         self._found: dict[str, Finding] = {}
         self._dense: dict[str, Lazy] = {}
         self._by_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
@@ -78,10 +82,10 @@ class Twins:
     def pair(self, dense: Checkpoint) -> None:
         """Find the twins of all layers in a dense checkpoint."""
         self.path = str(dense.path)
-        unsplit = any(m.stack and not m.stack.gate_up and m.name.rpartition(".")[2] in GATE_UP for m in self._modules)
-        known = _Dense(dense, unsplit)
         for module in self._modules:
-            self._parts += self._apart(module, known)
+            self._parts += self._apart(module)
+        known = _Dense(dense, {stack.name: stack for stack in self._stacks.values()})
+        self._unknown = known.unknown
         for part in self._parts:
             twin = self._twin(part, known) if part.name not in self._found else None
             if twin is not None:
@@ -102,7 +106,10 @@ class Twins:
         """What the comparison found, in the order of the modules."""
         if not self._modules:
             return [Finding("HB503", got="no quantized module", hint="there is nothing to measure")]
-        return [self._found[part.name] for part in self._parts if part.name in self._found]
+        lie = [
+            Finding("HB138", name, hint="of the dense twin: both are measured as they lie") for name in self._unknown
+        ]
+        return lie + [self._found[part.name] for part in self._parts if part.name in self._found]
 
     def facts(self) -> dict[str, Any]:
         """The facts of the report."""
@@ -128,7 +135,7 @@ class Twins:
             },
         }
 
-    def _apart(self, module: Module, known: _Dense) -> list[Module]:
+    def _apart(self, module: Module) -> list[Module]:
         """The layers of a module: those of its experts if it is a stack."""
         if module.stack is None:
             return [module]
@@ -137,11 +144,14 @@ class Twins:
         except FormatError as error:
             self._found[module.name] = _not_measured(module, error)
             return [module]
-        if module.name.rpartition(".")[2] in GATE_UP and known.is_whole(module.name):
-            module = ordered(module, None)
+        if module.name.rpartition(".")[2] not in GATE_UP:
+            return expand(module)
+        assumed = module.stack.gate_up is None
+        module = ordered(module, module.stack.gate_up or "concatenated")
         parts = expand(module)
-        if module.stack is not None and module.stack.gate_up:
-            self._stacks |= dict.fromkeys((part.name for part in parts), module)
+        names = [part.name for part in parts]
+        self._stacks |= dict.fromkeys(names, module)
+        self._assumed |= set(names if assumed else ())
         return parts
 
     def _twin(self, part: Module, known: _Dense) -> Stored | None:
@@ -150,7 +160,7 @@ class Twins:
         twin = known.find(part.name)
         if twin is None:
             expected = f"{part.name}.weight"
-            self._found[part.name] = Finding("HB503", name, index, expected=expected, hint=known.why_not(part))
+            self._found[part.name] = Finding("HB503", name, index, expected=expected)
         elif twin.dtype not in FLOATS:
             hint, need = "it is quantized itself: dequantize it first", " or ".join(FLOATS)
             self._found[part.name] = Finding("HB503", name, index, str(twin), need, hint)
@@ -187,7 +197,8 @@ class Twins:
             return
         near = nearest(part.name, self._by_shape[twin.shape])[:NEAR]
         reading = diagnose(weight, values, {other: self._dense[other] for other in near}, part.name)
-        if part.name in self._stacks and (reading is None or reading.name.startswith("rows permuted")):
+        vague = reading is None or reading.name.startswith("rows permuted") or part.name in self._assumed
+        if part.name in self._stacks and vague:
             reading = self._in_another_order(part, bound) or reading
         if reading is not None:
             self.readings[part.name] = reading.name
@@ -227,35 +238,29 @@ class Twins:
 class _Dense:
     """The dense layers of a checkpoint by their names, stacks of experts taken apart."""
 
-    def __init__(self, checkpoint: Checkpoint, unsplit: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, stacks: Mapping[str, Module]) -> None:
+        """``stacks``: the quantized ones, of known order."""
         self._tensors = checkpoint.tensors
         self._layers: dict[str, Stored] = {}
-        self._whole: set[str] = set()
+        self.unknown: list[str] = []
+        """Stacks whose order is taken to be that of their quantized twins."""
+        orders = {spelled(n): m.stack for name, m in stacks.items() for n in spellings(name, fused=False)}
         for module in checkpoint.modules:
-            name = spelled(module.name)
-            if module.stack is not None and name.rpartition(".")[2] == "gate_up_proj" and not module.stack.gate_up:
-                self._whole.add(name)
-            parts = expand(module)
-            if unsplit and module.stack is not None and module.stack.gate_up:
-                parts += expand(ordered(module, None))
-            for part in parts:
+            if module.stack is not None and spelled(module.name).endswith("gate_up_proj") and not module.stack.gate_up:
+                twin = orders.get(spelled(module.name))
+                if twin is None:
+                    continue  # nothing of it is asked for
+                module = ordered(module, twin.gate_up)
+                self.unknown += [module.main.name] if module.main else []
+            for part in expand(module):
                 if part.main is not None:
                     self._layers.setdefault(spelled(part.name), part.main)
-
-    def is_whole(self, stack: str) -> bool:
-        """Whether the stack of that name is here, and its order of gate and up is not known."""
-        return any(spelled(name) in self._whole for name in spellings(stack, fused=False))
 
     def find(self, name: str) -> Stored | None:
         """The tensor of a layer."""
         names = [name, *spellings(name, fused=False)]
         plain = (self._tensors.get(f"{n}.weight") for n in names)
         return next((t for t in (*plain, *(self._layers.get(spelled(n)) for n in names)) if t is not None), None)
-
-    def why_not(self, part: Module) -> str | None:
-        """What to do where a layer has no twin because one side is not taken apart."""
-        whole = part.name.rpartition(".")[2] in GATE_UP and part.main is not None and isinstance(part.main, View)
-        return "nothing states the order of gate and up: see HB138" if whole else None
 
 
 def _where(part: Module) -> tuple[str, list[int] | None]:

@@ -355,29 +355,36 @@ def test_an_order_that_is_stated_wrongly(tmp_path, form, order):
     assert all(f'state "gate_up": "{order}"' in f.hint for f in findings)
 
 
-SHARED = WEIGHTS | {
-    (e, part): halfbyte.quantize(DENSE[e, part].astype(np.float32), scale2=2.0**-14)
-    for e in range(E)
-    for part in PARTS[:2]
-}
-"""Gate and up have one scale2."""
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("source", ["number", "columns"])
+def test_the_order_of_a_stack_is_found(tmp_path, order, source):
+    """Nothing states it: the dense twin tells."""
+    path = quantized(tmp_path / "q", "rows", order=order, stated=False, config=False)
+    findings, facts = measured(path, floats(tmp_path / "d", source))
+    readings = {row["name"]: row["reading"] for row in facts["against"] if "down_proj" not in row["name"]}
+    title = None if order == "concatenated" else f"gate and up that lie {order.replace('_', ' ')}"
+    assert readings == {f"{PARENT}.{e}.{part}": title for e in range(E) for part in PARTS[:2]}
+    assert len(findings) == (0 if title is None else 2 * E)
+    assert "HB138" in {f.code for f in halfbyte.verify(path).findings}
 
 
-def one_each(tensors):
-    tensors[f"{GATE_UP}_weight_scale_2"] = np.full(E, 2.0**-14, np.float32)
-
-
-@pytest.mark.parametrize(("order", "title"), [("concatenated", None), ("up_first", "rows whose halves are exchanged")])
-def test_an_order_that_is_not_known(tmp_path, order, title):
-    """gate_up_proj is measured whole."""
-    path = quantized(tmp_path / "q", "rows", SHARED, order, stated=False, config=False, change=one_each)
-    findings, facts = measured(path, floats(tmp_path / "d", "columns"))
-    readings = {row["name"]: row["reading"] for row in facts["against"] if "gate_up" in row["name"]}
-    assert readings == {f"{PARENT}.{e}.gate_up_proj": title for e in range(E)}
-    assert len(findings) == (E if title else 0)
-    findings, facts = measured(path, floats(tmp_path / "n", "number"))
-    assert [(f.code, f.tensor, f.index) for f in findings] == [("HB503", GATE_UP, [e]) for e in range(E)]
-    assert "HB138" in findings[0].hint
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("stated", [False, True])
+def test_a_dense_twin_of_an_order_that_is_not_known(tmp_path, order, stated):
+    """Both are measured as they lie."""
+    path = quantized(tmp_path / "q", "columns", order=order, stated=stated, config=False)
+    source = floats(tmp_path / "d", "rows", order)
+    with halfbyte.open(source) as checkpoint:
+        tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    table = {name: {"columns": False} for name in (GATE_UP, DOWN)}
+    save(source / "model.safetensors", tensors, {"halfbyte.experts": json.dumps(table)})
+    write_json(source / "config.json", {})
+    findings, facts = measured(path, source)
+    assert findings == []
+    assert len(facts["against"]) == 3 * E
+    notes = [f for f in halfbyte.verify(path, against=source).findings if f.code == "HB138"]
+    assert len(notes) == (1 if stated else 2)
+    assert "as they lie" in notes[0].hint + notes[-1].hint
 
 
 def test_hb503_and_hb504(tmp_path):
