@@ -241,7 +241,7 @@ def ordered(module: Module, gate_up: str | None) -> Module:
 def _part(module: Module, stack: Stack, role: str, tensor: Stored, expert: int, half: int, halves: int) -> Stored:
     """What of ``tensor`` belongs to one half of one expert."""
     experts, n, _ = module.shape
-    if role in _SCALARS or (role == "pre_scale" and tensor.shape[0] != experts):
+    if role in _SCALARS or (role == "pre_scale" and tensor.shape[:1] != (experts,)):
         if prod(tensor.shape) == 1 or role == "pre_scale":
             return tensor
         width = prod(tensor.shape[1:])

@@ -106,10 +106,9 @@ class Twins:
         """What the comparison found, in the order of the modules."""
         if not self._modules:
             return [Finding("HB503", got="no quantized module", hint="there is nothing to measure")]
-        lie = [
-            Finding("HB138", name, hint="of the dense twin: both are measured as they lie") for name in self._unknown
-        ]
-        return lie + [self._found[part.name] for part in self._parts if part.name in self._found]
+        hint = "of the dense twin: both are measured as they lie"
+        notes = [Finding("HB138", name, hint=hint) for name in self._unknown]
+        return notes + [self._found[part.name] for part in self._parts if part.name in self._found]
 
     def facts(self) -> dict[str, Any]:
         """The facts of the report."""
@@ -246,13 +245,13 @@ class _Dense:
         """Stacks whose order is taken to be that of their quantized twins."""
         orders = {spelled(n): m.stack for name, m in stacks.items() for n in spellings(name, fused=False)}
         for module in checkpoint.modules:
-            if module.stack is not None and spelled(module.name).endswith("gate_up_proj") and not module.stack.gate_up:
-                twin = orders.get(spelled(module.name))
-                if twin is None:
-                    continue  # nothing of it is asked for
-                module = ordered(module, twin.gate_up)
+            stack, twin = module.stack, orders.get(spelled(module.name))
+            if stack is not None and not stack.gate_up and twin is not None:
                 self.unknown += [module.main.name] if module.main else []
-            for part in expand(module):
+                parts = expand(ordered(module, twin.gate_up))
+            else:
+                parts = expand(module)
+            for part in parts:
                 if part.main is not None:
                     self._layers.setdefault(spelled(part.name), part.main)
 
