@@ -1,4 +1,4 @@
-"""Figures of the file side: start-up, conversion against a plain copy, verification.
+"""Figures of the file side: start-up, headers of many tensors, conversion against a plain copy, verification.
 
     python -m benchmarks.files [--gigabytes 4] [--dir DIR]
 
@@ -22,8 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
+from halfbyte.checkpoint.header import encode_header
 from halfbyte.checkpoint.writer import CheckpointWriter, shard_names
-from halfbyte.stored import Stored
+from halfbyte.stored import Stored, byte_count
 
 N, K = 14336, 4096
 WEIGHT_BYTES = N * K // 2 + N * K // 16
@@ -88,6 +89,40 @@ def make_checkpoint(folder: Path, gigabytes: float) -> Path:
     return target
 
 
+def make_many_tensors(folder: Path) -> Path:
+    """100,200 tensors of a mixture of experts in 200 shards, which take no room: all but the headers is a hole."""
+    target, table, total = folder / "many", {}, 0
+    target.mkdir()
+    for i, name in enumerate(shard_names(200)):
+        layer, quarter = f"model.layers.{i // 4}", i % 4
+        tensors = [Stored(f"{layer}.norm_{quarter}_{part}.weight", "BF16", (4096,)) for part in "abc"]
+        for j in range(166):
+            stem = f"{layer}.mlp.experts.{quarter * 56 + j // 3}.{('gate', 'up', 'down')[j % 3]}_proj"
+            tensors.append(Stored(f"{stem}.weight", "U8", (1536, 2048)))
+            tensors.append(Stored(f"{stem}.weight_scale", "F8_E4M3", (1536, 256)))
+            tensors.append(Stored(f"{stem}.weight_scale_2", "F32", ()))
+        head, size = encode_header(tensors, {"format": "pt"}), sum(byte_count(t.dtype, t.shape) for t in tensors)
+        (target / name).write_bytes(head)
+        os.truncate(target / name, len(head) + size)
+        table |= dict.fromkeys((t.name for t in tensors), name)
+        total += size
+    index = {"metadata": {"total_size": total}, "weight_map": table}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    section = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head", "*.mlp.gate"]}
+    (target / "config.json").write_text(json.dumps({"num_hidden_layers": 50, "quantization_config": section}))
+    return target
+
+
+def command_costs(*arguments: str) -> tuple[float, float]:
+    """Seconds and peak memory in bytes of the command in a fresh process."""
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-m", "halfbyte", *arguments], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, arguments
+    return time.perf_counter() - start, usage.ru_maxrss * 1024
+
+
 def copy_seconds(source: Path, target: Path) -> float:
     """cp and fsync of all files."""
     start = time.perf_counter()
@@ -111,12 +146,13 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="halfbyte-bench-", dir=options.dir))
     print(f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} cores, files in {folder}")
     try:
-        times = []
-        for _ in range(15):
-            start = time.perf_counter()
-            subprocess.run([sys.executable, "-m", "halfbyte", "--help"], check=True, capture_output=True)
-            times.append(time.perf_counter() - start)
+        times = [command_costs("--help")[0] for _ in range(15)]
         row("--help, median of 15", f"{statistics.median(times):.3f} s", "at most 0.15 s")
+        many = make_many_tensors(folder)
+        times, peaks = zip(*(command_costs("inspect", str(many)) for _ in range(6)), strict=True)
+        seconds = statistics.median(times[1:])  # the first warms the page cache
+        row("inspect of 100,200 tensors, median of 5", f"{seconds:.2f} s", "at most 1.2 s")
+        row("inspect of 100,200 tensors, peak memory", f"{max(peaks) / 1e6:.0f} MB", "at most 200 MB")
         source = make_checkpoint(folder, options.gigabytes)
         size = sum(f.stat().st_size for f in source.iterdir())
         copy_seconds(source, folder / "copy")  # warms the page cache

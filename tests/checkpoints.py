@@ -436,3 +436,80 @@ def check_failure(ran: Ran, rc: int = 2, *parts: Any) -> str:
 def codes(findings: Iterable[Any]) -> list[tuple[str, str | None, list[int] | None]]:
     """(code, tensor, index) of each finding."""
     return [(f.code, f.tensor, f.index) for f in findings]
+
+
+# --- experts
+
+GATE_UP = {"concatenated": (0, 1), "up_first": (1, 0), "interleaved": (0, 1)}
+
+
+def joined(gate: np.ndarray, up: np.ndarray, order: str) -> np.ndarray:
+    """The rows of gate and of up as a stack holds them."""
+    if order == "interleaved":
+        return np.stack([gate, up], 1).reshape(-1, *gate.shape[1:])
+    return np.concatenate([gate, up] if order == "concatenated" else [up, gate])
+
+
+def expert_weights(experts: int, inter: int, hidden: int, parts=("gate_proj", "up_proj", "down_proj"), **scales: Any):
+    """(expert, part) -> roles of NVFP4 weights; ``scales`` holds scale2 and input_scale as functions of both."""
+    shapes = {part: (hidden, inter) if part in ("down_proj", "w2") else (inter, hidden) for part in parts}
+    made = {}
+    for e in range(experts):
+        for i, (part, (n, k)) in enumerate(shapes.items()):
+            numbers = {role: of(e, i) for role, of in scales.items()}
+            made[e, part] = nvfp4(n, k, 10 * e + i, **numbers)
+    return made
+
+
+def split_experts(parent: str, made: Mapping[tuple[int, str], Tensors], dialect: str = "modelopt") -> Tensors:
+    """The tensors of experts under their own names."""
+    return {n: t for (e, part), roles in made.items() for n, t in named(dialect, f"{parent}.{e}.{part}", roles).items()}
+
+
+def stacked_experts(
+    parent: str,
+    made: Mapping[tuple[int, str], Tensors],
+    *,
+    columns: bool = False,
+    order: str = "concatenated",
+    halves: bool = False,
+    dotted: bool = False,
+) -> Tensors:
+    """The tensors of the same experts as stacks: (E, N, ..), or (E, .., N) where ``columns``.
+
+    scale2 and input_scale are (E,); with ``halves``, (E, 2) for gate and up.
+    """
+    experts = 1 + max(e for e, _ in made)
+    parts = list(dict.fromkeys(part for _, part in made))
+    pairs = {("gate_proj", "up_proj"): "gate_up_proj", ("w1", "w3"): "w13"}
+    stems: dict[str, tuple[str, ...]] = {}
+    for pair, stem in pairs.items():
+        if set(pair) <= set(parts):
+            stems[stem] = pair
+    stems |= {p: (p,) for p in parts if not any(p in pair for pair in stems.values())}
+    tensors: Tensors = {}
+    for stem, members in stems.items():
+        suffix = "_weight" if stem in ("w13", "w2") else ".weight" if dotted else ""
+        mid = "." if dotted else "_"
+        arrays: Tensors = {}
+        for role in made[0, members[0]]:
+            each = [[np.asarray(made[e, part][role]) for part in members] for e in range(experts)]
+            if role in ("codes", "scales"):
+                stack = np.stack([joined(*pair, order) if len(pair) == 2 else pair[0] for pair in each])
+                arrays[role] = np.ascontiguousarray(stack.swapaxes(1, 2)) if columns else stack
+            else:
+                numbers = np.array(each, np.float32)
+                arrays[role] = numbers if halves and len(members) == 2 else numbers[:, 0]
+        names = {"codes": suffix, "scales": f"{mid}weight_scale", "scale2": f"{mid}weight_scale_2"}
+        names |= {"input_scale": f"{mid}input_scale"}
+        tensors |= {f"{parent}.{stem}{names[role]}": array for role, array in arrays.items()}
+    return tensors
+
+
+def mxfp4(n: int, k: int, seed: int = 0, low: int = 118, high: int = 130) -> Tensors:
+    """Codes (N, K/2) and E8M0 scales (N, K/32) of an MXFP4 weight, exponents low - 127 to high - 127."""
+    rng = np.random.default_rng([n, k, seed, 4])
+    return {
+        "codes": rng.integers(0, 256, (n, k // 2), np.uint8),
+        "scales": rng.integers(low, high + 1, (n, k // 32), np.uint8),
+    }

@@ -19,6 +19,7 @@ _HOMES = {
     "Mxfp4Weight": "weight",
     "Packed": "layouts",
     "Plan": "ops",
+    "Reading": "modules",
     "Report": "findings",
     "Weight": "weight",
     "convert": "tools.convert",
@@ -48,6 +49,7 @@ __all__ = [
     "Mxfp4Weight",
     "Packed",
     "Plan",
+    "Reading",
     "Report",
     "Weight",
     "__version__",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from halfbyte.explanations import explain
     from halfbyte.findings import CODES, Finding, Report
     from halfbyte.layouts import Packed
+    from halfbyte.modules import Reading
     from halfbyte.ops import Plan, linear, pack, plan, unpack
     from halfbyte.recipes import quantize
     from halfbyte.tools.convert import convert

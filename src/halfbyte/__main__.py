@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -13,7 +14,10 @@ def main() -> None:
         signal.signal(signal.SIGINT, _stop)
     from halfbyte.cli import main as run
 
-    run()
+    try:
+        run()
+    finally:
+        gc.freeze()  # or the collector looks through all that is loaded once more, which takes 0.04 s
 
 
 def _stop(number: int, frame: object) -> None:

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Final
 
 import numpy as np
 
 from halfbyte.errors import FormatError
-from halfbyte.modules import Headers, Module, Stack
+from halfbyte.modules import Headers, Module, Stack, structure
 from halfbyte.stored import DTYPE_BITS, FLOATS, Stored, View
 
 METADATA: Final = "halfbyte.experts"
@@ -41,7 +41,7 @@ COLUMNS: Final = {"gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "open
 
 _SPELLED: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "w13": "gate_up_proj"}
 _NUMBERED = re.compile(r"(.*\bexperts)\.(\d+)\.([^.]+)")
-_COMPANIONS: Final = {
+COMPANIONS: Final = {
     "_weight_scale": "scales",
     "_weight_scale_2": "scale2",
     "_input_scale": "input_scale",
@@ -79,12 +79,12 @@ def stacks(headers: Headers, parent: str, group: dict[str, Stored]) -> Iterator[
         unknown = [t for s, t in group.items() if s.startswith(f"{stem}_") and t.name not in taken]
         name = f"{parent}.{stem}" if parent else stem
         module = Module(name, kind, roles, tuple(unknown))
-        stack = stack_form(headers, module)
-        if stack is None:
+        module = as_stack(headers, module)
+        if module.stack is None:
             continue
-        for t in (*roles.values(), *unknown):
+        for t in module.tensors:
             del group[t.name.rpartition(".")[2]]
-        yield replace(module, stack=stack)
+        yield module
 
 
 def _stack_of(
@@ -96,20 +96,30 @@ def _stack_of(
         return stem, "mxfp4", {"codes": tensor, "scales": scales} | _roles(stem, group, ("bias",))
     stem = suffix.removesuffix("_weight")
     if tensor.dtype in ("U8", "I8", "F4") and f"{stem}_weight_scale" in group:
-        return stem, "nvfp4", {"codes": tensor} | _roles(stem, group, _COMPANIONS.values())
+        return stem, "nvfp4", {"codes": tensor} | _roles(stem, group, COMPANIONS.values())
     if not parent.rpartition(".")[2].endswith("experts") or len(tensor.shape) != 3:
         return None
     if tensor.dtype == "F8_E4M3" and f"{stem}_weight_scale" in group:
         roles = _roles(stem, group, ("scales", "input_scale", "bias"))
         return stem, "fp8", {"data": tensor, "scale": roles.pop("scales")} | roles
-    if tensor.dtype in FLOATS and not suffix.endswith(tuple(_COMPANIONS)):
+    if tensor.dtype in FLOATS and not suffix.endswith(tuple(COMPANIONS)):
         return stem, "dense", {"data": tensor} | _roles(stem, group, ("bias",))
     return None
 
 
 def _roles(stem: str, group: Mapping[str, Stored], wanted: Iterable[str]) -> dict[str, Stored]:
-    names = {role: f"{stem}{ending}" for ending, role in _COMPANIONS.items() if role in wanted}
+    names = {role: f"{stem}{ending}" for ending, role in COMPANIONS.items() if role in wanted}
     return {role: group[name] for role, name in names.items() if name in group}
+
+
+def as_stack(headers: Headers, module: Module) -> Module:
+    """The module with its stack, if it can be told how it lies; a bias of another shape is not one."""
+    module = replace(module, stack=stack_form(headers, module))
+    bias = module.roles.get("bias")
+    if module.stack is None or bias is None or bias.shape == module.shape[:-1]:
+        return module
+    roles = {role: tensor for role, tensor in module.roles.items() if role != "bias"}
+    return replace(module, roles=roles, unknown=(*module.unknown, bias))
 
 
 def stack_form(headers: Headers, module: Module) -> Stack | None:
@@ -122,7 +132,7 @@ def stack_form(headers: Headers, module: Module) -> Stack | None:
     types = model_types(headers)
     gate_up = None
     if stem in GATE_UP:
-        gate_up = stated.get("gate_up")
+        gate_up = headers.reading.gate_up or stated.get("gate_up")
         if gate_up not in GATE_UP_ORDERS and types:
             gate_up = "interleaved" if types & INTERLEAVED else "concatenated"
     return Stack(columns, gate_up if gate_up in GATE_UP_ORDERS else None)
@@ -211,12 +221,13 @@ class Take:
 
 
 def expand(module: Module) -> list[Module]:
-    """The layers of a stack's experts, as if each were stored by itself; another module gives itself.
+    """The layers of a stack's experts, as if each were stored by itself; another module, or one that is not sound,
+    gives itself.
 
     Where the order of gate and up is not known, ``gate_up_proj`` stays one layer of each expert. Companions whose
     meaning is not known stay with the first expert.
     """
-    if module.stack is None or module.main is None:
+    if module.stack is None or any(f.severity == "error" for f in structure(module)):
         return [module]
     parent, _, stem = module.name.rpartition(".")
     parts = GATE_UP[stem] if stem in GATE_UP and module.stack.gate_up else (stem,)
@@ -241,18 +252,23 @@ def ordered(module: Module, gate_up: str | None) -> Module:
 def _part(module: Module, stack: Stack, role: str, tensor: Stored, expert: int, half: int, halves: int) -> Stored:
     """What of ``tensor`` belongs to one half of one expert."""
     experts, n, _ = module.shape
-    if role in _SCALARS or (role == "pre_scale" and tensor.shape[:1] != (experts,)):
-        if prod(tensor.shape) == 1 or role == "pre_scale":
-            return tensor
+    whole = tensor if isinstance(tensor, View) else View(**_fields(tensor), region=tensor.nbytes)
+    if role in _SCALARS:
+        if prod(tensor.shape) == 1:
+            return replace(whole, shape=())
         width = prod(tensor.shape[1:])
         item, each = tensor.nbytes // (experts * width), 1 if width == halves else width
         start = tensor.start + (expert * width + (half if width == halves else 0)) * item
         scalar: tuple[int, ...] = () if each == 1 else (each,)
-        return View(tensor.name, tensor.dtype, scalar, tensor.file, start, each * item, each * item, (), expert, half)
-    size = tensor.nbytes // experts
-    start = tensor.start + expert * size
+        return replace(
+            whole, shape=scalar, start=start, nbytes=each * item, region=each * item, expert=expert, first=half
+        )
+    if role == "pre_scale" and tensor.shape[0] != experts:
+        return tensor
+    size, region = tensor.nbytes // experts, whole.region // experts
+    one = replace(whole, start=tensor.start + expert * region, nbytes=size, region=region, expert=expert)
     if role == "pre_scale":
-        return View(tensor.name, tensor.dtype, tensor.shape[-1:], tensor.file, start, size, size, (), expert)
+        return replace(one, shape=tensor.shape[-1:])
     count = n // halves
     first, stride = _rows_of(stack, half, count, halves)
     columns = stack.columns and role in _MATRICES
@@ -266,14 +282,15 @@ def _part(module: Module, stack: Stack, role: str, tensor: Stored, expert: int, 
         shape = (count, tensor.shape[-1])
     else:
         shape = (count, width // item)
-    nbytes = count * width
-    if stride == 1 and not columns:
-        return View(
-            tensor.name, tensor.dtype, shape, tensor.file, start + first * width, nbytes, nbytes, (), expert, first
-        )
-    region = (tensor.shape[1], n * item) if columns else (n, width)
-    take = Take(region, first, stride, count, columns, item)
-    return View(tensor.name, tensor.dtype, shape, tensor.file, start, nbytes, size, (take,), expert, first, stride)
+    part = replace(one, shape=shape, nbytes=count * width, first=first, stride=stride)
+    if stride == 1 and not columns and not one.steps:
+        return replace(part, start=one.start + first * width, region=count * width)
+    take = Take((tensor.shape[1], n * item) if columns else (n, width), first, stride, count, columns, item)
+    return replace(part, steps=(*one.steps, take))
+
+
+def _fields(tensor: Stored) -> dict[str, Any]:
+    return {f.name: getattr(tensor, f.name) for f in fields(tensor)}
 
 
 def _rows_of(stack: Stack, half: int, count: int, halves: int) -> tuple[int, int]:
@@ -323,6 +340,139 @@ def stacked_arrays(
             raise FormatError("the experts have different pre_scales", tensor=module.roles["pre_scale"].name)
         get["pre_scale"] = pre.reshape(experts, -1)[0]
     return get, out
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Layers of experts that are to be one stack.
+
+    Attributes:
+        name: of the stack, such as ``model.layers.0.mlp.experts.gate_up_proj``.
+        stack: how it is to lie.
+        experts: the layers of each expert; two of them are gate and up.
+    """
+
+    name: str
+    stack: Stack
+    experts: tuple[tuple[Module, ...], ...]
+
+    @property
+    def module(self) -> Module:
+        """The first layer of the first expert, which all others are like."""
+        return self.experts[0][0]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, N, K) of the stack."""
+        n, k = self.module.shape
+        return len(self.experts), n * len(self.experts[0]), k
+
+
+_STEM_OF: Final = {pair: stem for stem, pair in GATE_UP.items()}
+
+
+def bundled(
+    modules: Iterable[Module], form: Callable[[Module], Stack | None]
+) -> tuple[list[Module | Bundle], dict[str, str]]:
+    """Layers of experts as bundles, and the other modules, in the order of their first tensors.
+
+    Experts stay single where no stack is written of their kind; the second result gives them with the reason.
+
+    Args:
+        modules: layers of two axes, and others.
+        form: how the stack of a layer is to lie; None leaves it single.
+
+    Raises:
+        FormatError: the experts of a layer are not numbered 0 to E - 1, or not alike.
+    """
+    families: dict[tuple[str, str], dict[int, Module]] = {}
+    order: list[Module | tuple[str, str]] = []
+    forms: dict[tuple[str, str], Stack] = {}
+    for module in modules:
+        found, stack = numbered(module.name), form(module)
+        if found is None or len(module.shape) != 2 or stack is None:
+            order.append(module)
+            continue
+        parent, number, part = found
+        if (parent, part) not in families:
+            order.append((parent, part))
+            forms[parent, part] = stack
+        families.setdefault((parent, part), {})[number] = module
+    result: list[Module | Bundle] = []
+    left: dict[str, str] = {}
+    for entry in order:
+        if isinstance(entry, Module):
+            result.append(entry)
+            continue
+        if entry not in families:
+            continue  # gone into the stack of its pair
+        parent, part = entry
+        pair = next((pair for pair in _STEM_OF if part in pair and all((parent, p) in families for p in pair)), None)
+        names = pair or (part,)
+        members = [families.pop((parent, name)) for name in names]
+        reason = _alone(members)
+        if reason is not None:
+            left[f"{parent}.*.{'|'.join(names)}"] = reason
+            result += [m for family in members for _, m in sorted(family.items())]
+            continue
+        name = f"{parent}.{_STEM_OF[pair] if pair else part}"
+        _check_alike(name, members)
+        experts = tuple(tuple(family[e] for family in members) for e in range(len(members[0])))
+        stack = forms[parent, part]
+        result.append(Bundle(name, stack if pair else replace(stack, gate_up=None), experts))
+    return result, left
+
+
+def _alone(families: list[dict[int, Module]]) -> str | None:
+    """Why experts of this kind are not stacked, or None."""
+    kinds = {module.kind for family in families for module in family.values()}
+    if kinds == {"fp8"}:
+        per_tensor = all(prod(m.roles["scale"].shape) == 1 for f in families for m in f.values() if "scale" in m.roles)
+        return None if per_tensor else "FP8 with a scale for each row or block"
+    odd = kinds - {"nvfp4", "dense"}
+    return f"kind {min(odd)}" if odd and len(kinds) == 1 else None
+
+
+def _check_alike(name: str, families: list[dict[int, Module]]) -> None:
+    first = families[0][min(families[0])]
+    for family in families:
+        if sorted(family) != list(range(len(families[0]))):
+            missing = sorted(set(range(max(map(max, families)) + 1)) - set(family))
+            raise FormatError(
+                "the experts of a stack must be numbered from 0 without a hole",
+                tensor=name,
+                got=f"{len(family)} experts" + (f", without {missing[0]}" if missing else ""),
+                expected=f"{len(families[0])}",
+                hint="pass --experts split, or add the missing experts",
+            )
+        for module in family.values():
+            mine, theirs = ((m.kind, m.shape, sorted(m.roles), m.main.dtype if m.main else "") for m in (module, first))
+            if mine != theirs:
+                raise FormatError(
+                    "the experts of a stack must be alike",
+                    file=module.main.file if module.main else None,
+                    tensor=module.name,
+                    got=f"{mine[0]} {list(mine[1])} with {', '.join(mine[2])}",
+                    expected=f"{theirs[0]} {list(theirs[1])} with {', '.join(theirs[2])}",
+                    hint="pass --experts split",
+                )
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The bytes of one expert of a stack from its layers' matrices; see gather."""
+
+    stack: Stack
+    columns: bool
+    item: int
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        """(bytes,) u8 of matrices (rows, ...) of any dtype."""
+        return gather(self.stack, self.columns, self.item, [_rows_of_bytes(a) for a in arrays])
+
+
+def _rows_of_bytes(a: Any) -> Any:
+    return np.ascontiguousarray(a).reshape(a.shape[0], -1).view(np.uint8)
 
 
 def gather(stack: Stack, columns: bool, item: int, parts: list[Any]) -> Any:

@@ -299,6 +299,12 @@ EXPLANATIONS: Final[dict[str, str]] = {
         "to be read or left out was not. `inspect` lists the names of modules. A pattern is a name or the start of "
         "one, a wildcard such as `model.layers.*.mlp.*`, or `re:` and a regular expression."
     ),
+    "HB302": (
+        "An MXFP4 weight became NVFP4 with `--lossy`, and some of its values changed: its block scales span more than "
+        "the 17 powers of two that E4M3 holds under one second scale, so the codes of its smallest blocks were rounded "
+        "to nearest. The number is the relative Frobenius error of the whole weight. Keep such layers as MXFP4 with "
+        "`--mxfp4 keep` where the engine takes them."
+    ),
     # diff
     "HB401": (
         "A module is in one of the two checkpoints and has no counterpart of that name in the other. It was dropped, "

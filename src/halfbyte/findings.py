@@ -68,6 +68,7 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB212": ("warning", "fewer experts than the config says or the other layers have"),
     # options
     "HB301": ("warning", "pattern that selects no module"),
+    "HB302": ("warning", "weight whose values the conversion has rounded"),
     # diff
     "HB401": ("error", "module in one checkpoint only"),
     "HB402": ("error", "values differ"),

@@ -6,6 +6,7 @@ A module's tensors are known by roles, whatever their names on disk: ``codes``, 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +27,32 @@ BYTES = ("U8", "I8", "F4")
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How the bytes of NVFP4 weights are to be read where that is not what their dialect says; see halfbyte.reading.
+
+    Attributes:
+        nibble_order: "low" or "high": which nibble holds the even k.
+        scale_layout: the order that block scales lie in, such as "128x4".
+        scale2: what is stored: "multiplier", "divisor" or "amax".
+        gate_up: the order of gate and up in stacks: "concatenated", "up_first" or "interleaved".
+    """
+
+    nibble_order: str | None = None
+    scale_layout: str | None = None
+    scale2: str | None = None
+    gate_up: str | None = None
+
+    def __bool__(self) -> bool:
+        return any((self.nibble_order, self.scale_layout, self.scale2))
+
+    @property
+    def options(self) -> list[str]:
+        """The command line's options that ask for it."""
+        named = {name.replace("_", "-"): value for name, value in vars(self).items() if value is not None}
+        return [f"--{name} {value}" for name, value in named.items()]
+
+
+@dataclass(frozen=True)
 class Headers:
     """A checkpoint as its headers show it.
 
@@ -34,19 +61,21 @@ class Headers:
         metadata: ``__metadata__`` of all files, merged.
         config: config.json, {} if there is none.
         quant: hf_quant_config.json, {} if there is none.
+        reading: what the caller knows better.
     """
 
     tensors: Mapping[str, Stored]
     metadata: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     quant: Mapping[str, Any] = field(default_factory=dict)
+    reading: Reading = field(default_factory=Reading)
 
     @cached_property
     def by_suffix(self) -> dict[str, list[Stored]]:
         """The tensors by what follows the last dot of their names."""
-        found: dict[str, list[Stored]] = {}
-        for tensor in self.tensors.values():
-            found.setdefault(tensor.name.rpartition(".")[2], []).append(tensor)
+        found: dict[str, list[Stored]] = defaultdict(list)
+        for name, tensor in self.tensors.items():
+            found[name.rpartition(".")[2]].append(tensor)
         return found
 
     def beside(self, tensor: Stored, suffix: str) -> Stored | None:
@@ -56,7 +85,12 @@ class Headers:
 
     @cached_property
     def swizzled_mark(self) -> str | None:
-        """What tells that scales are swizzled and the high nibble comes first, as ComfyUI stores them, or None."""
+        """What tells that scales are swizzled and the high nibble comes first, as ComfyUI stores them, or None.
+
+        It tells nothing where the caller says how they lie.
+        """
+        if self.reading.nibble_order or self.reading.scale_layout:
+            return None
         if "_quantization_metadata" in self.metadata:
             return "metadata _quantization_metadata"
         for tensor in self.by_suffix.get("comfy_quant", ()):

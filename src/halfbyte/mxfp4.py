@@ -30,7 +30,7 @@ from halfbyte.numerics import (
 )
 from halfbyte.weight import LossyWarning, Mxfp4Weight, Weight, to_numpy
 
-__all__ = ["SPAN", "Span", "cast", "exponents", "scale2_exponent", "share", "squared_error", "to_nvfp4"]
+__all__ = ["SPAN", "Span", "cast", "cast_scales", "exponents", "scale2_exponent", "share", "squared_error", "to_nvfp4"]
 
 Span = tuple[int, int]
 """The smallest and the largest exponent e of blocks with a non-zero code."""
@@ -120,9 +120,7 @@ def cast(codes: U8, scales: U8, k: int) -> tuple[U8, U8]:
     above = scales.astype(np.int16) > k + _HIGHEST + _BIAS
     if above.any() and (above & _nonzero(codes)).any():
         raise WeightError("scale2 is too small for the MXFP4 scales", got=f"2^{k}")
-    shift = np.clip(np.arange(256) - _BIAS - k, _LOWEST, _HIGHEST)
-    table = encode_e4m3(np.ldexp(np.float32(1), shift))
-    halves = np.repeat(np.take(table, scales), MX_BLOCK // BLOCK, -1)
+    halves = cast_scales(scales, k)
     rounds = _rounds(scales, k)
     low = rounds > 0
     if low.any():
@@ -132,6 +130,13 @@ def cast(codes: U8, scales: U8, k: int) -> tuple[U8, U8]:
     blocks = codes.reshape(*scales.shape, MX_BLOCK // 2).copy()
     blocks[low] = _ROUNDED[rounds[low][:, None], blocks[low]]
     return blocks.reshape(codes.shape), halves
+
+
+def cast_scales(scales: U8, k: int) -> U8:
+    """(..., K/32) u8 E8M0 scales as (..., K/16) E4M3FN ones under scale2 = 2^k, the nearest where it has none."""
+    shift = np.clip(np.arange(256) - _BIAS - k, _LOWEST, _HIGHEST)
+    table = encode_e4m3(np.ldexp(np.float32(1), shift))
+    return np.repeat(np.take(table, scales), MX_BLOCK // BLOCK, -1)
 
 
 def squared_error(codes: U8, scales: U8, k: int) -> tuple[float, float]:

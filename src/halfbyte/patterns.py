@@ -11,8 +11,10 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from fnmatch import translate
+from typing import TypeAlias
 
 from halfbyte.errors import UsageError
 
@@ -27,6 +29,7 @@ FUSED: dict[str, tuple[str, ...]] = {
 _PART_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 _EMBEDDINGS = {"wte", "wpe", "shared", "relative_attention_bias"}
 _HEADS = {"lm_head", "embed_out", "output_layer", "score", "classifier"}
+_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 _ROUTERS = re.compile(
     r"(^|\.)((mlp|block_sparse_moe|feed_forward|moe|ffn)\.gate|router|routers|shared_expert_gate|wg)$"
 )
@@ -61,13 +64,22 @@ def spellings(name: str, fused: bool = True) -> list[str]:
     """``name``, the fused name that it is a part of, and both without a leading ``model.`` or the like."""
     group = fused_group(name) if fused else None
     names = [name, group[0]] if group else [name]
-    for prefix in ("model.language_model.", "language_model.model.", "language_model.", "model."):
+    if name.startswith("model.") and not name.startswith(_PREFIXES[0]):  # nearly every name
+        return names + [n.removeprefix("model.") for n in names]
+    for prefix in _PREFIXES:
         names += [n.replace(prefix, other, 1) for n in names if n.startswith(prefix) for other in ("", "model.")]
     return list(dict.fromkeys(names))
 
 
+_Rule: TypeAlias = tuple[int, re.Pattern[str] | None]
+"""A pattern's number and what matches it: None where it is a name, which ends there or goes on with a dot."""
+
+_Table: TypeAlias = defaultdict[int, defaultdict[str, list[_Rule]]]
+"""Length -> how a name must begin or end, in so many letters -> the rules for such names."""
+
+
 class Patterns:
-    """Patterns, prepared to be asked about many modules: ten thousand literal names cost as much as one.
+    """Patterns, prepared to be asked about many modules: ten thousand cost as much as one, regular expressions apart.
 
     Raises:
         UsageError: a regular expression that does not compile.
@@ -76,15 +88,26 @@ class Patterns:
     def __init__(self, patterns: Iterable[str]) -> None:
         self.patterns = list(dict.fromkeys(p.removesuffix(".weight") for p in patterns))
         self._used: set[int] = set()
-        self._literal: dict[str, int] = {}
-        self._rules: list[tuple[int, re.Pattern[str]]] = []
+        self._number = {pattern: i for i, pattern in enumerate(self.patterns)}
+        self._rules: list[_Rule] = []
+        self._by_head: _Table = defaultdict(lambda: defaultdict(list))
+        self._by_tail: _Table = defaultdict(lambda: defaultdict(list))
         for i, pattern in enumerate(self.patterns):
             if pattern.startswith("re:"):
                 self._rules.append((i, _compiled(pattern)))
                 continue
-            self._literal.setdefault(pattern, i)  # also one with brackets may be a name
-            if any(c in pattern for c in "*?["):
-                self._rules.append((i, re.compile(translate(pattern))))
+            self._by_head[len(pattern)][pattern].append((i, None))  # also one with brackets may be a name
+            head, *others = re.split(r"[*?[\]]", pattern)
+            if not others:
+                continue
+            rule = i, re.compile(translate(pattern))
+            if head:
+                self._by_head[len(head)][head].append(rule)
+            elif others[-1]:
+                self._by_tail[len(others[-1])][others[-1]].append(rule)
+            else:
+                self._rules.append(rule)
+        self._fused = {fused for fused in FUSED if any(fused in pattern for pattern in self.patterns)}
 
     def __bool__(self) -> bool:
         return bool(self.patterns)
@@ -95,27 +118,28 @@ class Patterns:
         The fused spelling counts only for a pattern that spells it out: ``*up_proj`` does not mean
         gate_up_proj's gate.
         """
-        names = spellings(name)
-        group = fused_group(name)
-        fused = group[0].rpartition(".")[2] if group else None
-        found = [self._literal[key] for n in names for key in _beginnings(n) if key in self._literal]
-        if cls in self._literal:
-            found.append(self._literal[cls])
-        plain = spellings(name, fused=False)
-        for i, rule in self._rules:
-            if any(rule.match(n) for n in (names if fused and fused in self.patterns[i] else plain)):
-                found.append(i)
-        self._used.update(found)
+        fused = _PART_OF.get(name.rpartition(".")[2])
+        found = {self._number[cls]} if cls in self._number else set()
+        for spelling in spellings(name, fused in self._fused):
+            rules = self._rules
+            for length, table in self._by_head.items():
+                if near := table.get(spelling[:length]):
+                    rules = rules + near
+            for length, table in self._by_tail.items():
+                if near := table.get(spelling[-length:]):
+                    rules = rules + near
+            for i, rule in rules:
+                pattern = self.patterns[i]
+                if fused and spelling.endswith(fused) and fused not in pattern:
+                    continue
+                if rule.match(spelling) if rule else spelling[len(pattern) :][:1] in ("", "."):
+                    found.add(i)
+        self._used |= found
         return self.patterns[min(found)] if found else None
 
     def unused(self) -> list[str]:
         """The patterns that have selected nothing so far."""
         return [pattern for i, pattern in enumerate(self.patterns) if i not in self._used]
-
-
-def _beginnings(name: str) -> list[str]:
-    """``name`` and the modules that it is in."""
-    return [name, *(name[:i] for i, c in enumerate(name) if c == ".")]
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

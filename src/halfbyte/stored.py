@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
+
+from halfbyte.errors import FormatError
 
 DTYPE_BITS: Final[dict[str, int]] = {
     "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F32": 32, "U32": 32, "I32": 32,
@@ -31,9 +35,9 @@ FLOATS: Final = ("F32", "BF16", "F16")
 """The dtypes of dense weights."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # frozen takes three times as long to make, and there are 100,000
 class Stored:
-    """One tensor on disk.
+    """One tensor on disk; nothing changes one that is made.
 
     Attributes:
         name: full name.
@@ -59,7 +63,7 @@ class Stored:
         return [int(i) for i in index]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class View(Stored):
     """A tensor that is part of another one on disk, or that is not stored as it is meant.
 
@@ -105,6 +109,63 @@ def as_array(raw: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     if dtype not in _NUMPY:
         return raw  # of a type that NumPy does not know, or rows that end inside a byte
     return raw.view(_NUMPY[dtype]).reshape(shape)
+
+
+def rows_of(tensor: Stored, a: int, b: int) -> Stored:
+    """Entries a..b along the first axis of a tensor that lies as it is meant, which lie together."""
+    each = tensor.nbytes // max(tensor.shape[0], 1)
+    shape = (b - a, *tensor.shape[1:])
+    return replace(tensor, shape=shape, start=tensor.start + a * each, nbytes=(b - a) * each)
+
+
+_LAST = threading.local()
+
+
+def read_into(tensor: Stored, start: int, out: Any) -> None:
+    """Fill ``out`` (bytes,) u8 from byte ``start`` of a tensor, whose file is opened for it.
+
+    A view that is made in steps is made whole, and kept until another one is read in this thread.
+
+    Raises:
+        FormatError: the file has become shorter, or cannot be read.
+    """
+    if isinstance(tensor, View) and tensor.steps:
+        if getattr(_LAST, "tensor", None) != tensor:
+            raw = np.empty(tensor.region, np.uint8)
+            _fill(tensor, tensor.start, raw)
+            _LAST.tensor, _LAST.made = tensor, tensor.make(raw)
+        out[...] = _LAST.made[start : start + len(out)]
+    else:
+        _fill(tensor, tensor.start + start, out)
+
+
+def _fill(tensor: Stored, position: int, out: Any) -> None:
+    view = memoryview(out)
+    fd = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while view:
+            try:
+                count = os.preadv(fd, [view], position)
+            except OSError as error:
+                raise FormatError(
+                    "cannot read the file", file=tensor.file, tensor=tensor.name, got=error.strerror
+                ) from None
+            if count == 0:
+                raise FormatError("the file became shorter while it was read", file=tensor.file, tensor=tensor.name)
+            view, position = view[count:], position + count
+    finally:
+        os.close(fd)
+
+
+def read_tensor(tensor: Stored) -> Any:
+    """The array of a tensor, in its dtype (bfloat16 and float8 are those of ml_dtypes).
+
+    Raises:
+        FormatError: the file has become shorter.
+    """
+    raw = np.empty(tensor.nbytes, np.uint8)
+    read_into(tensor, 0, raw)
+    return as_array(raw, tensor.dtype, tensor.shape)
 
 
 def header_dtype(array: Any) -> str:

@@ -15,6 +15,7 @@ from checkpoints import GOLDENS, SOURCE, environment
 BASE = ("errors", "findings", "numerics", "stored", "patterns")
 MEANING = (*BASE, "weight")
 FILES = (*MEANING, "recipes", "layouts")
+STACKS = ("modules", "experts", "reading")
 RUN = (*MEANING, "layouts", "kernels")
 ARROWS: dict[str, tuple[str, ...]] = {
     "errors": (),
@@ -23,18 +24,21 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "numerics": ("errors",),
     "stored": ("errors",),
     "patterns": ("errors",),
+    "tasks": ("errors",),
     "modules": BASE,
     "experts": (*BASE, "modules"),
     "weight": BASE,
     "mxfp4": MEANING,
+    "casts": (*MEANING, "mxfp4", "modules"),
     "recipes": MEANING,
     "layouts": MEANING,
-    "diagnose": (*MEANING, "layouts"),
-    "twins": (*FILES, "diagnose", "modules", "experts", "dialects", "checkpoint"),
+    "diagnose": (*MEANING, "layouts", *STACKS),
+    "twins": (*FILES, *STACKS, "diagnose", "dialects", "checkpoint"),
+    "reading": (*MEANING, "layouts", "modules", "experts"),
     "dialects": (*FILES, "modules", "experts"),
-    "checkpoint": (*FILES, "modules", "experts", "dialects"),
-    "tools": (*FILES, "diagnose", "twins", "modules", "experts", "dialects", "checkpoint"),
-    "cli": (*FILES, "explanations", "modules", "experts", "dialects", "checkpoint", "tools"),
+    "checkpoint": (*FILES, *STACKS, "tasks", "dialects"),
+    "tools": (*FILES, *STACKS, "tasks", "diagnose", "twins", "casts", "dialects", "checkpoint"),
+    "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
     "kernels": (*MEANING, "layouts"),
     "ops": RUN,
     "nn": (*RUN, "ops"),
@@ -47,10 +51,11 @@ recipes, layouts <- dialects <- checkpoint <- tools <- cli, and weight <- layout
 
 CHAIN = {
     "reader": {"header"},
-    "writer": {"header", "reader"},
+    "writer": {"header", "reader", "workdir"},
+    "outputs": {"header", "reader", "writer"},
     "consistency": {"header", "reader", "expert_checks"},
 }
-"""Inside checkpoint: header <- reader <- writer, consistency, and expert_checks <- consistency."""
+"""In checkpoint: header <- reader <- writer <- outputs, and expert_checks, reader <- consistency; workdir <- writer."""
 
 MODULES = sorted(SOURCE.rglob("*.py"))
 ids = pytest.mark.parametrize("file", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))

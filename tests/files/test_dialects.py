@@ -83,6 +83,7 @@ NVCT = {
     "a.weight_scale": ("F8_E4M3", (32, 4)),
     "a.weight_global_scale": ("F32", (1,)),
 }
+STACK = {"": ("U8", (2, 32, 32)), "_weight_scale": ("F8_E4M3", (2, 32, 4)), "_weight_scale_2": ("F32", (2,))}
 DETECTED = {
     "modelopt": (headers(NV), "modelopt"),
     "compressed-tensors": (headers(NVCT), "compressed-tensors"),
@@ -101,9 +102,17 @@ DETECTED = {
     "torchao": (headers({"a.weight_qdata": ("U8", (32, 32))}), "torchao"),
     "torchao metadata": (headers({"a": ("U8", (32, 32))}, metadata={"a": '{"_type": "NVFP4Tensor"}'}), "torchao"),
     "fp-quant": (headers({"a.qweight": ("U8", (32, 32)), "a.forward_hadamard_matrix": ("BF16", (16, 16))}), "fp-quant"),
-    "mxfp4 in CT": (headers({"a.weight_packed": ("U8", (32, 32)), "a.weight_scale": ("U8", (32, 2))}), "mxfp4"),
-    "mxfp4 in ModelOpt": (headers({"a.weight": ("U8", (32, 32)), "a.weight_scale": ("U8", (32, 2))}), "mxfp4"),
-    "gpt-oss": (headers({"a_blocks": ("U8", (2, 32, 2, 16)), "a_scales": ("U8", (2, 32, 2))}), "mxfp4"),
+    "mxfp4 in CT": (
+        headers({"a.weight_packed": ("U8", (32, 32)), "a.weight_scale": ("U8", (32, 2))}),
+        "compressed-tensors",
+    ),
+    "mxfp4 in ModelOpt": (headers({"a.weight": ("U8", (32, 32)), "a.weight_scale": ("U8", (32, 2))}), "modelopt"),
+    "gpt-oss": (headers({"a_blocks": ("U8", (2, 32, 2, 16)), "a_scales": ("U8", (2, 32, 2))}), "gpt-oss"),
+    "block fp8": (headers({"a.weight": ("F8_E4M3", (32, 64)), "a.weight_scale_inv": ("F32", (1, 1))}), "fp8"),
+    "block fp8 beside nvfp4": (headers(NV | {"b.weight_scale_inv": ("F32", (1, 1))}), "modelopt"),
+    "a stack": (headers({f"e.up_proj{s}": t for s, t in STACK.items()}), "modelopt"),
+    "integers": (headers({"a.weight_packed": ("I32", (32, 8)), "a.weight_scale": ("BF16", (32, 2))}), "pack-quantized"),
+    "integers beside nvfp4": (headers(NVCT | {"b.weight_packed": ("I32", (32, 8))}), "compressed-tensors"),
     "scales of a full tile are no sign": (
         headers(NV | {"a.weight": ("U8", (128, 32)), "a.weight_scale": ("F8_E4M3", (128, 4))}),
         "modelopt",

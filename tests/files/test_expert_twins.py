@@ -257,8 +257,8 @@ def test_mxfp4_and_its_cast(tmp_path):
 def test_memory_is_that_of_an_expert(tmp_path, monkeypatch):
     monkeypatch.setattr("halfbyte.tools.diff._STEP", 512)
     reads = []
-    fill = halfbyte.checkpoint.reader._fill
-    monkeypatch.setattr("halfbyte.checkpoint.reader._fill", lambda t, p, out: (reads.append(len(out)), fill(t, p, out)))
+    fill = halfbyte.stored._fill
+    monkeypatch.setattr("halfbyte.stored._fill", lambda t, p, out: (reads.append(len(out)), fill(t, p, out)))
     a, b = quantized(tmp_path / "a", "columns"), quantized(tmp_path / "b", "columns")
     assert halfbyte.diff(a, b, workers=1).findings == ()
     assert max(reads) == 2 * N * HIDDEN // 2  # the codes of one expert

@@ -26,7 +26,7 @@ from checkpoints import (
     raw_safetensors,
     save,
 )
-from halfbyte.checkpoint.header import MAX_HEADER, encode_header, parse_json, read_header
+from halfbyte.checkpoint.header import MAX_HEADER, _by_columns, _by_entries, encode_header, parse_json, read_header
 from halfbyte.errors import FormatError
 from halfbyte.stored import DTYPE_BITS, Stored, byte_count
 
@@ -69,6 +69,41 @@ def test_a_sound_file(tmp_path):
 def test_as_the_library_reads_it(file):
     header = read_header(str(file))
     assert (header.metadata, seen(header)) == by_library(file)
+
+
+def both_ways(path):
+    """The header by columns, or None where it is not so tidy, and by the parser."""
+    data = path.read_bytes()
+    text = data[8 : 8 + struct.unpack("<Q", data[:8])[0]]
+    return _by_columns(text, str(path), len(data)), _by_entries(text, str(path), len(data))
+
+
+@pytest.mark.parametrize("path", GOLDENS.values(), ids=GOLDENS)
+def test_files_of_the_library_are_read_by_columns(path):
+    columns, entries = both_ways(path / "model.safetensors")
+    assert columns == entries
+    assert columns.tensors
+
+
+UNTIDY = {
+    "spaces": '{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}',
+    "another order of keys": '{"a":{"shape":[4],"dtype":"U8","data_offsets":[0,4]}}',
+    "a key more": '{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4],"x":"y"}}',
+    "an escape in a name": r'{"\u0061":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
+    "a line's end": '{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}\n',
+    "metadata last": '{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"__metadata__":{}}',
+    "the second tensor first": '{"b":{"dtype":"U8","shape":[2],"data_offsets":[2,4]},'
+    '"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}',
+}
+
+
+@pytest.mark.parametrize("text", UNTIDY.values(), ids=UNTIDY)
+def test_untidy_headers_are_read_by_the_parser(tmp_path, text):
+    path = raw_safetensors(tmp_path / "x", text, bytes(4))
+    columns, entries = both_ways(path)
+    assert columns is None
+    assert read_header(str(path)) == entries
+    assert seen(entries) == by_library(path)[1]
 
 
 def test_no_tensors_at_all(tmp_path):
@@ -144,6 +179,13 @@ def test_a_hostile_header_is_refused_and_named(hostile):
     assert (caught.value.file, caught.value.tensor) == (str(path), tensor)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+def test_a_hostile_header_is_left_to_the_parser(hostile):
+    data = hostile[0].read_bytes()
+    assert _by_columns(data[8:], "f", len(data)) is None
+    if len(data) >= 8:
+        assert _by_columns(data[8 : 8 + struct.unpack("<Q", data[:8])[0]], "f", len(data)) is None
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify"])
@@ -270,6 +312,7 @@ def test_an_altered_header_is_refused_or_still_true(tmp_path, data):
     except FormatError:
         return
     assert by_library(path)[1] == seen(ours)
+    assert both_ways(path)[1] == ours
 
 
 def test_header_of_agrees():

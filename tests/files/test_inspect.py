@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -20,6 +24,7 @@ from checkpoints import (
     VOCAB,
     Q,
     call,
+    environment,
     f4,
     floats,
     fp8,
@@ -35,6 +40,8 @@ from checkpoints import (
     save_sharded,
     write_json,
 )
+from halfbyte.checkpoint.header import encode_header
+from halfbyte.stored import Stored, byte_count
 
 
 def group(report, name):
@@ -205,10 +212,74 @@ def test_long_lists_of_excluded_names_cost_little(tmp_path):
             end += nbytes
     raw_safetensors(tmp_path / "model.safetensors", header, bytes(end))
     ignore = [f"model.layers.{i}.self_attn.{part}_proj" for i in range(100) for part in "qkvo"]
+    ignore += [f"model.layers.{i}.{part}*" for i in range(100) for part in ("self_attn", "linear_attn")]
     write_json(tmp_path / "config.json", {"quantization_config": modelopt_section(ignore=ignore)})
     started = time.perf_counter()
     assert halfbyte.inspect(tmp_path).facts["kinds"]["nvfp4"]["modules"] == len(names)
     assert time.perf_counter() - started < 2.5
+
+
+LAYERS, SHARDS = 50, 200
+
+
+def make_many_tensors(folder):
+    """100,200 tensors in 200 shards, which are holes but for their headers."""
+    table, total = {}, 0
+    for i in range(SHARDS):
+        layer, quarter = f"model.layers.{i // 4}", i % 4
+        tensors = [Stored(f"{layer}.norm_{quarter}_{part}.weight", "BF16", (4096,)) for part in "abc"]
+        for j in range(166):
+            stem = f"{layer}.mlp.experts.{quarter * 55 + j // 3}.{('gate', 'up', 'down')[j % 3]}_proj"
+            stem = stem if j < 165 else f"{layer}.mlp.shared_{quarter}.gate_proj"
+            n, k = (4096, 1536) if j % 3 == 2 else (1536, 4096)
+            tensors += [Stored(f"{stem}.weight", "U8", (n, k // 2))]
+            tensors += [
+                Stored(f"{stem}.weight_scale", "F8_E4M3", (n, k // 16)),
+                Stored(f"{stem}.weight_scale_2", "F32", ()),
+            ]
+        path = folder / f"model-{i + 1:05d}-of-{SHARDS:05d}.safetensors"
+        head, size = encode_header(tensors, {"format": "pt"}), sum(byte_count(t.dtype, t.shape) for t in tensors)
+        path.write_bytes(head)
+        os.truncate(path, len(head) + size)
+        table |= dict.fromkeys((t.name for t in tensors), path.name)
+        total += size
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": table})
+    section = modelopt_section(ignore=["lm_head", "*.mlp.gate", "model.layers.0.self_attn*"])
+    write_json(folder / "config.json", {"num_hidden_layers": LAYERS, "quantization_config": section})
+    return len(table)
+
+
+MANY = """
+import json, pathlib, sys, time
+import halfbyte
+def least(call, times):
+    seconds = []
+    for _ in range(times):
+        start = time.process_time()  # not the clock: others may use the machine
+        result = call()
+        seconds.append(time.process_time() - start)
+    return result, min(seconds)
+report, seconds = least(lambda: halfbyte.inspect(sys.argv[1]), 2)
+peak = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) * 1024
+texts = [f.open("rb").read(300_000) for f in pathlib.Path(sys.argv[1]).glob("*.safetensors")]
+texts = [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
+_, parsing = least(lambda: [json.loads(text) for text in texts], 5)
+print(json.dumps(report.json() | {"seconds": seconds, "peak": peak, "parsing": parsing}))
+"""
+
+
+def test_a_hundred_thousand_tensors(tmp_path):
+    """Time is measured beside that of parsing the same headers, memory in a fresh process."""
+    count = make_many_tensors(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", MANY, tmp_path], env=environment(), capture_output=True, check=True, timeout=60
+    )
+    facts = json.loads(done.stdout)
+    assert (facts["tensors"], count, len(facts["files"])) == (100_200, 100_200, SHARDS)
+    assert facts["findings"] == []
+    assert {kind: sums["modules"] for kind, sums in facts["kinds"].items()} == {"nvfp4": 33_200, "dense": 600}
+    assert facts["peak"] < 200e6
+    assert facts["seconds"] < 10 * facts["parsing"], (facts["seconds"], facts["parsing"])
 
 
 # --- statistics of the scales

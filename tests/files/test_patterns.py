@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,6 +130,11 @@ def test_any_text_is_a_pattern(pattern, name):
     if not pattern.startswith("re:"):
         assert matches(pattern, name) in (True, False)
     assert matches(name, name)
+
+
+@given(st.text("ab.*?[!]", max_size=8), st.text("ab.[]", max_size=8))
+def test_a_pattern_is_a_name_its_beginning_or_fnmatch(pattern, name):
+    assert matches(pattern, name) is (name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern))
 
 
 @pytest.mark.parametrize(

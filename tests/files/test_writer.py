@@ -29,14 +29,15 @@ from checkpoints import (
 )
 from halfbyte.checkpoint import writer as module
 from halfbyte.checkpoint.header import read_header
+from halfbyte.checkpoint.workdir import check_target
 from halfbyte.checkpoint.writer import (
     CheckpointWriter,
     Shard,
-    check_target,
-    copy_range,
+    copy_ranges,
     distribute,
     parse_size,
     shard_names,
+    write_pieces,
 )
 from halfbyte.errors import FormatError, HalfbyteError, TargetError, UsageError
 from halfbyte.stored import Stored, byte_count
@@ -106,24 +107,22 @@ def test_f4(tmp_path):
 
 
 def test_the_header_is_there_before_the_data(tmp_path):
-    shard = Shard(tmp_path / "x", [Stored("a", "F32", (2, 3))], {})
+    Shard(tmp_path / "x", [Stored("a", "F32", (2, 3))], {})
     assert header_of(tmp_path / "x")["a"] == {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
-    shard.close()
 
 
 def test_metadata_that_comes_at_the_end(tmp_path):
     room = {"k": "x" * 500}
-    shard = put(tmp_path / "x", {"a": Raw("U8", (3,), b"abc")}, {"format": "pt"}, largest=room)
+    shard = put(tmp_path / "x", {"a": Raw("U8", (3,), b"abc")}, {"format": "pt"}, room=room)
     shard.finish({"k": "short"})
     assert tensors_of(tmp_path / "x") == {"a": Raw("U8", (3,), b"abc")}
     assert by_library(tmp_path / "x")[0] == {"format": "pt", "k": "short"}
 
 
 def test_metadata_that_outgrows_its_room(tmp_path):
-    shard = put(tmp_path / "x", {"a": Raw("U8", (3,), b"abc")}, {}, largest={"k": "x"})
+    shard = put(tmp_path / "x", {"a": Raw("U8", (3,), b"abc")}, {}, room={"k": "x"})
     with pytest.raises(FormatError, match="outgrown"):
         shard.finish({"k": "x" * 50})
-    shard.close()
 
 
 def test_each_tensor_is_written_once(tmp_path):
@@ -142,7 +141,6 @@ def test_an_unwritten_tensor_is_an_error(tmp_path):
     shard.write("b", np.zeros(2, np.uint8))
     with pytest.raises(FormatError, match="a: a tensor was not written"):
         shard.finish()
-    shard.close()
 
 
 def test_a_file_that_exists_is_not_overwritten(tmp_path):
@@ -182,39 +180,101 @@ def big(tmp_path):
     return save(tmp_path / "source.safetensors", tensors)
 
 
+def copy_all(shard, pairs):
+    """Run the tasks of a copy; returns their bytes."""
+    tasks = shard.copies((name, 0, tensor) for name, tensor in pairs)
+    for task in tasks:
+        task.function()
+    return [task.nbytes for task in tasks]
+
+
 @pytest.mark.parametrize("kernel", [True, False], ids=["copy_file_range", "buffer"])
 def test_copy(tmp_path, big, kernel, monkeypatch):
     if not kernel:
         monkeypatch.delattr(os, "copy_file_range", raising=False)
     there = {t.name: t for t in read_header(str(big)).tensors}
     shard = Shard(tmp_path / "x", there.values(), {})
-    counted = []
-    with big.open("rb") as handle:
-        shard.copy(list(there.items()), handle.fileno(), counted.append)
+    counted = copy_all(shard, there.items())
     shard.finish()
     assert tensors_of(tmp_path / "x") == tensors_of(big)
-    assert sum(counted) == sum(t.nbytes for t in there.values())
+    assert counted == [sum(t.nbytes for t in there.values())]
 
 
 def test_copy_joins_ranges_that_touch(tmp_path, big, monkeypatch):
     calls = []
-    monkeypatch.setattr(module, "copy_range", lambda *args: calls.append(args[2:5]))
+    monkeypatch.setattr(module, "copy_range", lambda *args: calls.append(args[2:]))
     there = {t.name: t for t in read_header(str(big)).tensors}
     shard = Shard(tmp_path / "x", there.values(), {})
-    with big.open("rb") as handle:
-        shard.copy(list(there.items()), handle.fileno(), lambda _: None)
-    shard.close()
+    copy_all(shard, there.items())
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("limit", [700, 1000, 2500, 1 << 20])
+def test_large_copies_are_cut(tmp_path, big, monkeypatch, limit):
+    monkeypatch.setattr(module, "_COPY_TASK", limit)
+    there = {t.name: t for t in read_header(str(big)).tensors}
+    shard = Shard(tmp_path / "x", there.values(), {})
+    counted = copy_all(shard, there.items())
+    shard.finish()
+    assert tensors_of(tmp_path / "x") == tensors_of(big)
+    assert max(counted) <= limit
+    assert sum(counted) == 15032
+    assert len(counted) == -(-15032 // limit)
 
 
 def test_copy_under_other_names(tmp_path, big):
     there = {t.name: t for t in read_header(str(big)).tensors}
     shard = Shard(tmp_path / "x", [Stored(f"z{5 - i}", "U8", there[f"t{i}"].shape) for i in range(5)], {})
-    with big.open("rb") as handle:
-        shard.copy([(f"z{5 - i}", there[f"t{i}"]) for i in range(5)], handle.fileno(), lambda _: None)
+    copy_all(shard, [(f"z{5 - i}", there[f"t{i}"]) for i in range(5)])
     shard.finish()
     old, new = tensors_of(big), tensors_of(tmp_path / "x")
     assert all(new[f"z{5 - i}"] == old[f"t{i}"] for i in range(5))
+
+
+def test_a_copy_of_another_size(tmp_path, big):
+    there = {t.name: t for t in read_header(str(big)).tensors}
+    shard = Shard(tmp_path / "x", [Stored("a", "U8", (999,))], {})
+    with pytest.raises(FormatError, match="a: a tensor is written twice"):
+        shard.copies([("a", 0, there["t0"])])
+    shard = Shard(tmp_path / "y", [Stored("a", "U8", (1001,))], {})
+    shard.copies([("a", 0, there["t0"])])
+    with pytest.raises(FormatError, match="a: a tensor was not written"):
+        shard.finish()
+
+
+def test_copies_into_parts_of_a_tensor(tmp_path, big):
+    there = {t.name: t for t in read_header(str(big)).tensors}
+    shard = Shard(tmp_path / "x", [Stored("a", "U8", (3000,))], {})
+    for task in shard.copies([("a", 2000, there["t0"]), ("a", 0, there["t1"])]):
+        task.function()
+    shard.finish()
+    old = tensors_of(big)
+    assert tensors_of(tmp_path / "x")["a"].data == old["t1"].data + old["t0"].data
+
+
+def test_pieces_in_any_order(tmp_path):
+    """Rows of one tensor by several hands; each byte is given out once."""
+    shard = Shard(tmp_path / "x", [Stored("a", "F32", (2, 3)), Stored("b", "U8", (2,))], {})
+    last, first = shard.piece("a", 12, 12), shard.piece("a", 0, 12)
+    write_pieces([(last, SIX[1:]), (shard.piece("b"), np.array([7, 8], np.uint8)), (first, SIX[:1])])
+    with pytest.raises(FormatError, match="a: a tensor is written twice"):
+        shard.piece("a", 0, 12)
+    shard.finish()
+    assert load_file(tmp_path / "x")["a"].tolist() == SIX.tolist()
+
+
+@pytest.mark.parametrize(("start", "nbytes"), [(0, 25), (24, 1), (20, 8)])
+def test_pieces_end_in_their_tensor(tmp_path, start, nbytes):
+    shard = Shard(tmp_path / "x", [Stored("a", "F32", (2, 3)), Stored("b", "U8", (9,))], {})
+    with pytest.raises(FormatError):
+        shard.piece("a", start, nbytes)
+
+
+def test_a_tensor_of_which_a_piece_is_missing(tmp_path):
+    shard = Shard(tmp_path / "x", [Stored("a", "F32", (2, 3))], {})
+    write_pieces([(shard.piece("a", 0, 20), SIX.reshape(-1)[:5])])
+    with pytest.raises(FormatError, match="a: a tensor was not written"):
+        shard.finish()
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP])
@@ -236,11 +296,9 @@ def test_copies_in_small_steps(tmp_path, monkeypatch):
 def check_copy(tmp_path):
     data = np.random.default_rng(0).bytes(3_000_000)
     (tmp_path / "a").write_bytes(data)
-    with (tmp_path / "a").open("rb") as source, (tmp_path / "b").open("wb") as target:
-        counted = []
-        copy_range(source.fileno(), target.fileno(), 5, 7, len(data) - 10, counted.append)
+    (tmp_path / "b").touch()
+    copy_ranges(str(tmp_path / "a"), str(tmp_path / "b"), [(5, 7, len(data) - 10)])
     assert (tmp_path / "b").read_bytes() == bytes(7) + data[5:-5]
-    assert sum(counted) == len(data) - 10
 
 
 @pytest.mark.parametrize("kernel", [True, False], ids=["copy_file_range", "buffer"])
@@ -250,9 +308,8 @@ def test_a_source_that_ends_early(tmp_path, big, kernel, monkeypatch):
     there = {t.name: t for t in read_header(str(big)).tensors}
     os.truncate(big, big.stat().st_size - 10)
     shard = Shard(tmp_path / "x", there.values(), {})
-    with big.open("rb") as handle, pytest.raises(FormatError, match="became shorter"):
-        shard.copy(list(there.items()), handle.fileno(), lambda _: None)
-    shard.close()
+    with pytest.raises(FormatError, match=f"{big}: the file became shorter"):
+        copy_all(shard, there.items())
 
 
 # --- a whole checkpoint
@@ -294,9 +351,13 @@ def test_nothing_has_its_name_before_it_is_whole(tmp_path):
     def look(writer):
         assert not (tmp_path / "out").exists()
         (hidden,) = leftovers(tmp_path)
-        assert hidden.startswith(".halfbyte-out-")
-        assert not [n for n in listing(tmp_path / hidden) if n.endswith(".safetensors")]
+        assert hidden == ".halfbyte-out"
         assert not [n for n in listing(tmp_path / hidden) if n.endswith(".index.json")]
+        shard = writer.shard("m9.safetensors", [Stored("t9", "U8", (4,))], {})
+        shard.write("t9", np.zeros(4, np.uint8))
+        assert not (tmp_path / hidden / "out" / "m9.safetensors").exists()
+        shard.finish()
+        assert (tmp_path / hidden / "out" / "m9.safetensors").exists()
 
     write(tmp_path / "out", before=look)
 
@@ -307,7 +368,7 @@ def test_the_index_is_last(tmp_path, monkeypatch):
     def json(self, name, value):
         order.append(name)
         if name == INDEX:
-            files = {p.name for p in self._work.iterdir()}
+            files = {p.name for p in self._work.out.iterdir()}
             assert {"m0.safetensors", "m1.safetensors", "config.json"} <= files
         real(self, name, value)
 

@@ -40,11 +40,11 @@ def header_findings(checkpoint: Checkpoint, every: bool = False) -> list[Finding
         return [*found, Finding("HB134", got=f"{checkpoint.dialect.title}: {checkpoint.evidence}", expected=READABLE)]
     for module in checkpoint.modules:
         found += structure(module)
-        stem, _, suffix = module.name.rpartition(".")
-        if module.kind == "none" and suffix in _SCALE_NAMES and not _of_another_kind(checkpoint, stem):
-            found.append(
-                Finding("HB121", module.name, hint="a quantized weight of that name is missing, or it is dense")
-            )
+        if module.kind == "none":
+            stem, _, suffix = module.name.rpartition(".")
+            if suffix in _SCALE_NAMES and not _of_another_kind(checkpoint, stem):
+                hint = "a quantized weight of that name is missing, or it is dense"
+                found.append(Finding("HB121", module.name, hint=hint))
     found += _layer_findings(checkpoint)
     part = checkpoint.path.is_file() and any(checkpoint.path.parent.glob("*.safetensors.index.json"))
     found += expert_findings(checkpoint.modules, checkpoint.config, whole=not part)
@@ -59,8 +59,6 @@ def _layer_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
     """What the layers' likeness shows: parts that are quantized apart, and modules that one layer has lost."""
     groups: dict[str, dict[str, Module]] = defaultdict(dict)
     layers: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))  # part -> stem -> layers with it
-    numbers: dict[str, set[str]] = defaultdict(set)
-    neighbours: set[tuple[str, str, str]] = set()
     for module in checkpoint.modules:
         if module.main is None:
             continue
@@ -68,9 +66,13 @@ def _layer_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
             groups[group[0]][module.name] = module
         if (match := _LAYER.fullmatch(module.name)) is not None:
             stem, number, part = match.groups()
-            numbers[stem].add(number)
             layers[part][stem].add(number)
-            neighbours.add((stem, number, part.rpartition(".")[0]))
+    numbers: dict[str, set[str]] = defaultdict(set)  # stem -> its layers
+    around: dict[tuple[str, str], set[str]] = defaultdict(set)  # (stem, parent of a part) -> layers with that parent
+    for part, stems in layers.items():
+        for stem, having in stems.items():
+            numbers[stem] |= having
+            around[stem, part.rpartition(".")[0]] |= having
     for parts in groups.values():
         kinds = {module.kind for module in parts.values()}
         if len(kinds) > 1:
@@ -80,9 +82,8 @@ def _layer_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
         for stem, having in stems.items():
             missing = numbers[stem] - having
             if len(missing) <= max(1, len(numbers[stem]) // 20) < len(having) and "." in part and not numbered(part):
-                for number in sorted(missing, key=int):
-                    if (stem, number, part.rpartition(".")[0]) in neighbours:
-                        yield Finding("HB127", f"{stem}.{number}.{part}", got=f"{len(having)} other layers have it")
+                for number in sorted(missing & around[stem, part.rpartition(".")[0]], key=lambda n: (len(n), n)):
+                    yield Finding("HB127", f"{stem}.{number}.{part}", got=f"{len(having)} other layers have it")
     wanted = checkpoint.config.get("num_hidden_layers")
     found = max((len(n) for stem, n in numbers.items() if stem.endswith("layers")), default=0)
     if isinstance(wanted, int) and 0 < found < wanted:
@@ -108,9 +109,12 @@ def linear_modules(checkpoint: Checkpoint) -> dict[str, str]:
     return {name: cls for name, cls in dense if cls is not None}
 
 
-def config_facts(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Facts:
-    """What a config has to say of a checkpoint in which ``modules`` are quantized."""
-    dense = {name: cls for name, cls in linear_modules(checkpoint).items() if name not in modules}
+def config_facts(
+    checkpoint: Checkpoint, modules: Mapping[str, Module], dense: Mapping[str, str] | None = None
+) -> Facts:
+    """What a config has to say of a checkpoint in which ``modules`` are quantized; ``dense`` as of linear_modules."""
+    others = linear_modules(checkpoint) if dense is None else dense
+    dense = {name: cls for name, cls in others.items() if name not in modules}
     if checkpoint.config.get("tie_word_embeddings") is True and "lm_head" not in modules:
         dense["lm_head"] = "Linear"  # not on disk, but engines build it and ask how
     return Facts(modules, dense, kv_format(checkpoint.headers))
@@ -191,7 +195,8 @@ def _two_files(checkpoint: Checkpoint) -> Iterator[Finding]:
     section, nested = quant_section(checkpoint.headers), nested_section(checkpoint.headers)
     if not section or not nested:
         return
-    kv = [kv_format(replace(checkpoint.headers, **{gone: {}})) for gone in ("quant", "config")]
+    headers = checkpoint.headers
+    kv = [kv_format(replace(headers, quant={})), kv_format(replace(headers, config={}))]
     if kv[0] != kv[1]:
         here, there = f"config.json: KV cache {kv[0]}", f"hf_quant_config.json: KV cache {kv[1]}"
         yield Finding("HB205", got=here, expected=there)

@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise, repeat
 from math import prod
 from operator import attrgetter
 from pathlib import Path
@@ -27,6 +28,13 @@ MAX_HEADER = 100_000_000
 
 _MAX_INTEGER = 2**63
 METADATA = "__metadata__"
+
+_MAX_COLUMNS = 1 << 24
+"""Bytes of a header that is cut into columns: a larger one would take too much memory at once."""
+
+_COLUMNS = {1: ":{", 2: "dtype", 3: ":", 5: ",", 6: "shape", 8: "data_offsets"}
+"""What quotes cut an entry of the safetensors library into, where that is always the same: 0 is the tensor's name,
+4 its dtype, 7 its shape, 9 its offsets and the comma before the next entry."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,73 @@ def read_header(file: str) -> Header:
         text = handle.read(length)
     if len(text) < length:
         raise FormatError("the file became shorter while it was read", file=file)
+    return _by_columns(text, file, size) or _by_entries(text, file, size)
+
+
+def _by_columns(raw: bytes, file: str, size: int) -> Header | None:
+    """The header, if it is sound and written just as the safetensors library writes it; else None.
+
+    Quotes cut such a text into ten pieces for each tensor, and whole columns of pieces are compared with what they
+    must be: several times as fast as a parser. Whatever differs is left to ``_by_entries``, which says what is wrong.
+    """
+    if len(raw) > _MAX_COLUMNS:
+        return None
+    try:
+        metadata, entries = _split(raw.decode().rstrip(" "))
+    except (ValueError, RecursionError, _DuplicateKeyError):
+        return None
+    if 5 * entries.count('"') > len(entries):  # the shortest entry has 51 letters
+        return None
+    start, *pieces = entries.split('"')
+    names, dtypes, shapes, offsets = (pieces[i::10] for i in (0, 4, 7, 9))
+    count, joined = len(names), "".join(names)
+    if start or len(pieces) != 10 * count or any(pieces[i::10].count(piece) != count for i, piece in _COLUMNS.items()):
+        return None
+    if "\\" in joined or not joined.isprintable() or len({METADATA, *names}) != count + 1:
+        return None
+    base = 8 + len(raw)
+    known: dict[tuple[str, str], tuple[str, tuple[int, ...], int]] = {}
+    for i, key in enumerate(zip(dtypes, shapes, strict=True)):
+        if key not in known:
+            try:
+                shape, place = parse_json(shapes[i][1:-1], file), parse_json(offsets[i][1:-2], file)
+                entry = {"dtype": dtypes[i], "shape": shape, "data_offsets": place}
+                tensor = _tensor(names[i], entry, file, base)
+            except FormatError:
+                return None
+            if f":{json.dumps(shape, separators=(',', ':'))}," != shapes[i]:
+                return None
+            known[key] = tensor.dtype, tensor.shape, tensor.nbytes
+    kinds, extents, sizes = zip(*map(known.__getitem__, zip(dtypes, shapes, strict=True)), strict=True)
+    starts = list(accumulate(sizes, initial=base))
+    spelled = [str(start - base) for start in starts]
+    if starts[-1] != size or offsets != [f":[{begin},{end}]}}," for begin, end in pairwise(spelled)]:
+        return None
+    return Header(file, tuple(map(Stored, names, kinds, extents, repeat(file), starts, sizes)), metadata)
+
+
+def _split(text: str) -> tuple[dict[str, str], str]:
+    """The metadata of a header, and the text of its entries with a comma after each.
+
+    Raises:
+        ValueError: the text is otherwise.
+    """
+    head, end = f'{{"{METADATA}":', 0
+    metadata: dict[str, str] = {}
+    if text.startswith(head):
+        decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+        metadata, end = decoder.raw_decode(text, len(head))
+    if text[end : end + 1] != ("," if end else "{") or not text.endswith("}}") or not _are_strings(metadata):
+        raise ValueError
+    return metadata, text[end + 1 : -1] + ","
+
+
+def _by_entries(text: bytes, file: str, size: int) -> Header:
+    """The header by way of the JSON parser.
+
+    Raises:
+        FormatError: naming the tensor that is to blame.
+    """
     try:
         parsed = parse_json(text, file)
     except FormatError as error:
@@ -76,9 +151,9 @@ def read_header(file: str) -> Header:
     if not isinstance(parsed, dict):
         raise FormatError("the header is not a JSON object", file=file, got=type(parsed).__name__)
     metadata = parsed.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+    if not _are_strings(metadata):
         raise FormatError(f"{METADATA} is not an object of strings", file=file)
-    base = 8 + length
+    base = 8 + len(text)
     tensors = sorted(
         (_tensor(name, entry, file, base) for name, entry in parsed.items()), key=attrgetter("start", "nbytes")
     )
@@ -124,6 +199,10 @@ def _tensor(name: str, entry: Any, file: str, base: int) -> Stored:
             expected=expected,
         )
     return Stored(name, dtype, tuple(shape), file, base + begin, end - begin)
+
+
+def _are_strings(metadata: Any) -> bool:
+    return isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
 
 
 def _is_text(name: str) -> bool:

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shlex
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +21,10 @@ from halfbyte.dialects import Dialect, detect
 from halfbyte.errors import FormatError, MissingExtraError, UnreadDialectError
 from halfbyte.experts import expand
 from halfbyte.findings import Finding
-from halfbyte.modules import QUANTIZED, Headers, Module
+from halfbyte.modules import QUANTIZED, Headers, Module, Reading
 from halfbyte.numerics import reciprocal
-from halfbyte.stored import Stored, View, as_array
+from halfbyte.reading import checked, reread
+from halfbyte.stored import Stored, View, read_into, read_tensor
 from halfbyte.weight import DenseWeight, Fp8Weight, Weight
 
 INDEX = "model.safetensors.index.json"
@@ -49,6 +49,7 @@ class Checkpoint:
         dialect: of the tensors.
         evidence: why it is that dialect; "" for a dense checkpoint.
         modules: the tensors, grouped.
+        reading: what the caller knows better than the dialect.
         findings: what was odd about the files.
     """
 
@@ -61,6 +62,7 @@ class Checkpoint:
     evidence: str
     modules: list[Module]
     findings: list[Finding] = field(default_factory=list)
+    reading: Reading = field(default_factory=Reading)
     _originals: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __enter__(self) -> Checkpoint:
@@ -84,16 +86,7 @@ class Checkpoint:
     def headers(self) -> Headers:
         """The checkpoint as dialects see it."""
         metadata = {k: v for shard in self.shards for k, v in shard.metadata.items()}
-        return Headers(self.tensors, metadata, self.config, self.quant)
-
-    @contextlib.contextmanager
-    def descriptor(self, file: str) -> Iterator[int]:
-        """One of the shards, open for positioned reads; thousands of shards need no thousands of descriptors."""
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+        return Headers(self.tensors, metadata, self.config, self.quant, self.reading)
 
     def read_into(self, tensor: Stored, start: int, out: Any) -> None:
         """Fill ``out`` (bytes,) u8 from byte ``start`` of a tensor.
@@ -212,72 +205,30 @@ class Checkpoint:
         return found
 
 
-_LAST = threading.local()
-
-
-def read_into(tensor: Stored, start: int, out: Any) -> None:
-    """Fill ``out`` (bytes,) u8 from byte ``start`` of a tensor; of one that is made from others, the last is kept.
-
-    Raises:
-        FormatError: the file has become shorter.
-    """
-    if isinstance(tensor, View) and tensor.steps:
-        if getattr(_LAST, "tensor", None) != tensor:
-            raw = np.empty(tensor.region, np.uint8)
-            _fill(tensor, tensor.start, raw)
-            _LAST.tensor, _LAST.made = tensor, tensor.make(raw)
-        out[...] = _LAST.made[start : start + len(out)]
-    else:
-        _fill(tensor, tensor.start + start, out)
-
-
-def read_tensor(tensor: Stored) -> Any:
-    """The array of a tensor, in its dtype.
-
-    Raises:
-        FormatError: the file has become shorter.
-    """
-    raw = np.empty(tensor.nbytes, np.uint8)
-    read_into(tensor, 0, raw)
-    return as_array(raw, tensor.dtype, tensor.shape)
-
-
-def _fill(tensor: Stored, position: int, out: Any) -> None:
-    view = memoryview(out)
-    fd = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        while view:
-            try:
-                count = os.preadv(fd, [view], position)
-            except OSError as error:
-                raise FormatError(
-                    "cannot read the file", file=tensor.file, tensor=tensor.name, got=error.strerror
-                ) from None
-            if count == 0:
-                raise FormatError("the file became shorter while it was read", file=tensor.file, tensor=tensor.name)
-            view, position = view[count:], position + count
-    finally:
-        os.close(fd)
-
-
 def holds_weights(folder: Path) -> bool:
     """Whether a subdirectory is a checkpoint of its own, which is not part of the one around it."""
     return any(folder.glob("*.safetensors"))
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], reading: Reading | None = None) -> Checkpoint:
     """Open a directory, a safetensors file, or a name on the hub (from the local cache first).
 
+    Args:
+        path: where.
+        reading: how NVFP4 weights are stored, where that is not what their dialect says.
+
     Raises:
-        FormatError: nothing there that can be read, or files that contradict themselves.
+        FormatError: nothing there that can be read, or files that contradict themselves or ``reading``.
         MissingExtraError: a hub name without the hub client.
+        UsageError: a reading that is not known.
     """
-    with _without_collection():
-        return _open(_locate(os.fspath(path)))
+    known = checked(Reading() if reading is None else reading)
+    with without_collection():
+        return _open(_locate(os.fspath(path)), known)
 
 
 @contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Leave the garbage collector out: it would look through a hundred thousand new objects, none of them garbage,
     again and again, which is a fifth of the time."""
     enabled = gc.isenabled()
@@ -289,7 +240,7 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _open(root: Path) -> Checkpoint:
+def _open(root: Path, reading: Reading) -> Checkpoint:
     findings: list[Finding] = []
     folder = root if root.is_dir() else root.parent
     file = _index_of(root) if root.is_dir() else None
@@ -299,20 +250,21 @@ def _open(root: Path) -> Checkpoint:
     shards = tuple(read_header(str(shard)) for shard in files)
     tensors: dict[str, Stored] = {}
     for shard in shards:
-        for tensor in shard.tensors:
-            if tensor.name in tensors:
-                raise FormatError(
-                    "a tensor lies in two shards", file=shard.file, tensor=tensor.name, got=tensors[tensor.name].file
-                )
-            tensors[tensor.name] = tensor
+        own = {tensor.name: tensor for tensor in shard.tensors}
+        if not own.keys().isdisjoint(tensors.keys()):
+            name = next(name for name in own if name in tensors)
+            raise FormatError("a tensor lies in two shards", file=shard.file, tensor=name, got=tensors[name].file)
+        tensors |= own
     if index is not None:
         _check_index(index, tensors, findings)
     config, quant = (read_json(folder / name) for name in ("config.json", "hf_quant_config.json"))
     metadata = {k: v for shard in shards for k, v in shard.metadata.items()}
-    headers = Headers(tensors, metadata, config, quant)
+    headers = Headers(tensors, metadata, config, quant, reading)
     dialect, evidence = detect(headers)
     modules = dialect.modules(headers) if dialect.readable else []
-    checkpoint = Checkpoint(root, shards, tensors, config, quant, dialect, evidence, modules, findings)
+    if reading:
+        modules = [reread(module, reading, dialect.divides) for module in modules]
+    checkpoint = Checkpoint(root, shards, tensors, config, quant, dialect, evidence, modules, findings, reading)
     for shard in shards:
         _recall(checkpoint, shard)
     return checkpoint
@@ -442,12 +394,13 @@ def _weight_map(index: dict[str, Any], file: Path) -> dict[str, str]:
 def _check_index(index: dict[str, Any], tensors: dict[str, Stored], findings: list[Finding]) -> None:
     table: dict[str, str] = index["weight_map"]
     base_name = {file: os.path.basename(file) for file in {t.file for t in tensors.values()}}
-    for name, file in table.items():
-        held = tensors.get(name)
-        if held is None or base_name[held.file] != file:
-            got = "in no shard" if held is None else f"in {base_name[held.file]}"
-            findings.append(Finding("HB130", name, got=got, expected=file))
-    findings += [Finding("HB131", name, got=base_name[t.file]) for name, t in tensors.items() if name not in table]
+    held = {name: base_name[tensor.file] for name, tensor in tensors.items()}
+    if held != table:
+        for name, file in table.items():
+            if held.get(name) != file:
+                got = f"in {held[name]}" if name in held else "in no shard"
+                findings.append(Finding("HB130", name, got=got, expected=file))
+        findings += [Finding("HB131", name, got=file) for name, file in held.items() if name not in table]
     metadata = index.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     actual = sum(t.nbytes for t in tensors.values())

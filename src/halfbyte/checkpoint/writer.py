@@ -1,7 +1,7 @@
 """Writing a checkpoint: into a hidden directory beside the target, which takes its name when all is on disk.
 
-A shard's header is written first, since sizes follow from shapes; then each tensor goes to its offset, in any
-order and from any thread. Shards get their names when they are complete and synced, the index last.
+A shard's header is written first, since sizes follow from shapes; then each piece of a tensor goes to its offset,
+in any order and from any process. Shards get their names when they are complete and synced, the index last.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 import shutil
-import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,11 +25,14 @@ import numpy as np
 
 from halfbyte.checkpoint.header import encode_header
 from halfbyte.checkpoint.reader import INDEX
+from halfbyte.checkpoint.workdir import WorkDirectory, check_target, sync
 from halfbyte.errors import FormatError, TargetError, UsageError
 from halfbyte.stored import DTYPE_BITS, Stored, byte_count
+from halfbyte.tasks import Task
 
 _RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
-_COPY_STEP = 64 << 20
+_COPY_TASK = 256 << 20
+"""Bytes that one task copies at most."""
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -54,97 +58,202 @@ class Shard:
     """One safetensors file under way.
 
     Args:
-        file: where it is written.
+        file: where it is written; it must not exist.
         tensors: what it will hold; they are laid out by dtype, then by name, as the library does.
         metadata: of the file.
-        largest: the longest metadata that ``finish`` may be given; room is kept for it.
+        room: the longest metadata that may be added at the end; room is kept for it.
+        final: the name that it takes when it is complete; by default that of ``file``.
+        kept: the file for what the end of the shard has to be remembered by.
     """
 
     def __init__(
-        self, file: Path, tensors: Iterable[Stored], metadata: dict[str, str], largest: dict[str, str] | None = None
+        self,
+        file: Path,
+        tensors: Iterable[Stored],
+        metadata: dict[str, str],
+        room: dict[str, str] | None = None,
+        final: Path | None = None,
+        kept: Path | None = None,
     ) -> None:
-        ordered = sorted(tensors, key=lambda t: (_RANK[t.dtype], t.name))
-        self.file, self.metadata = file, metadata
-        self._room = len(encode_header(ordered, metadata | (largest or {}))) - 8
-        header = encode_header(ordered, metadata, self._room)
-        offset = len(header)
-        self.tensors: dict[str, Stored] = {}
-        for tensor in ordered:
-            nbytes = byte_count(tensor.dtype, tensor.shape)
-            self.tensors[tensor.name] = replace(tensor, file=str(file), start=offset, nbytes=nbytes)
-            offset += nbytes
-        self._missing, self._lock = set(self.tensors), threading.Lock()
-        self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            self._write(header, 0)
-        except BaseException:
-            self.close()
-            raise
+        self.file, self.metadata, self.final, self.kept = file, metadata, final or file, kept
+        self.tensors, self._room = laid_out(tensors, metadata | (room or {}), str(file))
+        header = encode_header(self.tensors.values(), metadata, self._room)
+        self._missing, self._lock = {t.name: t.nbytes for t in self.tensors.values()}, threading.Lock()
+        with _opened(str(file), os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+            _write(fd, header, 0)
+
+    def piece(self, name: str, start: int = 0, nbytes: int | None = None) -> Stored:
+        """Bytes of a tensor (by default all) as the target of a task, which then has to write them.
+
+        Raises:
+            FormatError: more than the tensor has would be written, or it is not of this shard.
+        """
+        tensor = self.tensors.get(name)
+        count = nbytes if nbytes is not None else tensor.nbytes if tensor is not None else 0
+        with self._lock:
+            left = self._missing.pop(name, -1) - count
+            if tensor is None or left < 0 or start + count > tensor.nbytes:
+                raise FormatError("a tensor is written twice, is too small, or is not of this shard", tensor=name)
+            if left:
+                self._missing[name] = left
+        return replace(tensor, start=tensor.start + start, nbytes=count)
 
     def write(self, name: str, array: Any) -> None:
-        """Write the bytes of ``array`` as tensor ``name``."""
-        tensor = self._take(name)
-        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        if raw.nbytes != tensor.nbytes:
-            raise FormatError("wrong number of bytes", tensor=name, got=raw.nbytes, expected=tensor.nbytes)
-        self._write(raw, tensor.start)
+        """Write the bytes of ``array`` as tensor ``name``, here and now."""
+        write_pieces([(self.piece(name), array)])
 
-    def copy(self, pairs: Sequence[tuple[str, Stored]], source: int, done: Callable[[int], None]) -> None:
-        """Copy tensors from an open file; ranges that touch on both sides go in one piece.
-
-        Args:
-            pairs: (name here, tensor there).
-            source: descriptor of the file there.
-            done: told of bytes as they are copied.
-        """
-        ranges: list[list[int]] = []
-        for name, there in sorted(pairs, key=lambda pair: self.tensors[pair[0]].start):
-            here = self._take(name)
-            if here.nbytes != there.nbytes:
-                raise FormatError("wrong number of bytes", tensor=name, got=there.nbytes, expected=here.nbytes)
-            if ranges and ranges[-1][0] + ranges[-1][2] == there.start and ranges[-1][1] + ranges[-1][2] == here.start:
-                ranges[-1][2] += here.nbytes
-            else:
-                ranges.append([there.start, here.start, here.nbytes])
-        for there_start, here_start, count in ranges:
-            with _naming(self.file):
-                copy_range(source, self._fd, there_start, here_start, count, done)
+    def copies(self, pieces: Iterable[tuple[str, int, Stored]]) -> list[Task]:
+        """Tasks that copy (name here, first byte in it, source); ranges that touch on both sides are joined."""
+        by_file: dict[str, list[tuple[Stored, Stored]]] = defaultdict(list)
+        for name, start, there in pieces:
+            by_file[there.file].append((self.piece(name, start, there.nbytes), there))
+        tasks = []
+        for file, group in by_file.items():
+            ranges: list[list[int]] = []
+            for here, there in sorted(group, key=lambda pair: pair[0].start):
+                last = ranges[-1] if ranges else [0, 0, -1]
+                if last[0] + last[2] == there.start and last[1] + last[2] == here.start:
+                    last[2] += here.nbytes
+                else:
+                    ranges.append([there.start, here.start, here.nbytes])
+            tasks += _copy_tasks(file, str(self.file), ranges)
+        return tasks
 
     def finish(self, metadata: dict[str, str] | None = None) -> None:
-        """Sync and close; every tensor must have been written. ``metadata`` is added to the header's."""
+        """Make the file complete, here and now."""
+        self.last(metadata).function()
+
+    def last(self, metadata: dict[str, str] | None = None, kept: Any = None) -> Task:
+        """The task that makes the file complete; every tensor must have been given to a task that has ended.
+
+        Args:
+            metadata: added to the header's.
+            kept: JSON to remember the end of this shard by.
+        """
         if self._missing:
             raise FormatError("a tensor was not written", file=str(self.file), tensor=min(self._missing))
+        header = b""
         if metadata:
             header = encode_header(self.tensors.values(), self.metadata | metadata, self._room)
             if len(header) - 8 != self._room:
                 raise FormatError("the header has outgrown its room", file=str(self.file))
-            self._write(header, 0)
-        with _naming(self.file):
-            os.fsync(self._fd)
-        self.close()
-
-    def close(self) -> None:
-        """Close without checking."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _take(self, name: str) -> Stored:
-        with self._lock:
-            if name not in self._missing:
-                raise FormatError("a tensor is written twice, or is not of this shard", tensor=name)
-            self._missing.discard(name)
-        return self.tensors[name]
-
-    def _write(self, data: Any, offset: int) -> None:
-        view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
-        with _naming(self.file):
-            while len(view):
-                written = os.pwrite(self._fd, view, offset)
-                view, offset = view[written:], offset + written
+        remembered = (str(self.kept), json.dumps(kept or {})) if self.kept else None
+        return Task(partial(_finish, str(self.file), str(self.final), header, remembered))
 
 
-def copy_range(source: int, target: int, start: int, offset: int, count: int, done: Callable[[int], None]) -> None:
+def laid_out(tensors: Iterable[Stored], longest: dict[str, str], file: str) -> tuple[dict[str, Stored], int]:
+    """Where tensors lie in a file by dtype, then by name, as the library lays them out; and the bytes of its header.
+
+    Args:
+        tensors: with their dtype and shape.
+        longest: the metadata for which the header keeps room.
+        file: of the tensors that are returned.
+    """
+    ordered = sorted(tensors, key=lambda t: (_RANK[t.dtype], t.name))
+    offset = len(encode_header(ordered, longest))
+    room, placed = offset - 8, {}
+    for tensor in ordered:
+        nbytes = byte_count(tensor.dtype, tensor.shape)
+        placed[tensor.name] = replace(tensor, file=file, start=offset, nbytes=nbytes)
+        offset += nbytes
+    return placed, room
+
+
+class FileCopy:
+    """A file under way that is copied as a whole, header and all.
+
+    Args:
+        file: where it is written; it must not exist.
+        source: what is copied.
+        nbytes: its size.
+        final, kept: as for Shard.
+    """
+
+    def __init__(self, file: Path, source: Path, nbytes: int, final: Path, kept: Path) -> None:
+        self.file, self.source, self.nbytes, self.final, self.kept = file, source, nbytes, final, kept
+        with _opened(str(file), os.O_WRONLY | os.O_CREAT | os.O_EXCL):
+            pass
+
+    def copies(self) -> list[Task]:
+        """The tasks that copy it."""
+        return _copy_tasks(str(self.source), str(self.file), [[0, 0, self.nbytes]])
+
+    def last(self) -> Task:
+        """The task that makes it complete and gives it its name."""
+        return Task(partial(_finish, str(self.file), str(self.final), b"", (str(self.kept), "{}")))
+
+
+def write_pieces(pieces: Iterable[tuple[Stored, Any]]) -> None:
+    """Write arrays to their places: (piece of a shard, array), each of as many bytes.
+
+    Raises:
+        FormatError: an array of another size.
+        OSError: of the target, with its name.
+    """
+    for file, group in groupby(pieces, key=lambda piece: piece[0].file):
+        with _opened(file, os.O_WRONLY) as fd:
+            for target, array in group:
+                raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                if raw.nbytes != target.nbytes:
+                    raise FormatError(
+                        "wrong number of bytes", tensor=target.name, got=raw.nbytes, expected=target.nbytes
+                    )
+                _write(fd, raw, target.start)
+
+
+def _copy_tasks(source: str, target: str, ranges: Iterable[Sequence[int]]) -> list[Task]:
+    """Tasks for ranges (start there, start here, bytes), each of at most 256 MB."""
+    groups: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for start, offset, count in ranges:
+        for done in range(0, count, _COPY_TASK):
+            size = min(_COPY_TASK, count - done)
+            if size > room:
+                groups.append([])
+                room = _COPY_TASK
+            groups[-1].append((start + done, offset + done, size))
+            room -= size
+    return [Task(partial(copy_ranges, source, target, group), sum(r[2] for r in group)) for group in groups]
+
+
+def copy_ranges(source: str, target: str, ranges: Iterable[tuple[int, int, int]]) -> None:
+    """Copy ranges (start there, start here, bytes) from file to file.
+
+    Raises:
+        FormatError: the source ends before, or cannot be read.
+        OSError: of the target, with its name.
+    """
+    with _opened(source, os.O_RDONLY) as there, _opened(target, os.O_WRONLY) as here:
+        try:
+            for start, offset, count in ranges:
+                copy_range(there, here, start, offset, count)
+        except FormatError as error:
+            error.file = source
+            raise
+
+
+def _finish(file: str, final: str, header: bytes, kept: tuple[str, str] | None) -> None:
+    """Sync a file and give it its name; what is kept of it is on disk before."""
+    with _opened(file, os.O_WRONLY) as fd:
+        if header:
+            _write(fd, header, 0)
+        os.fsync(fd)
+    if kept:
+        with _opened(kept[0], os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+            _write(fd, kept[1].encode(), 0)
+            os.fsync(fd)
+    if final != file:
+        Path(file).rename(final)
+
+
+def _write(fd: int, data: Any, offset: int) -> None:
+    view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
+    while len(view):
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def copy_range(source: int, target: int, start: int, offset: int, count: int) -> None:
     """Copy ``count`` bytes between files, in the kernel where it can; where that fails in any way, through a buffer.
 
     Raises:
@@ -157,7 +266,7 @@ def copy_range(source: int, target: int, start: int, offset: int, count: int, do
         if in_kernel:
             # Two file systems, a filter of system calls, a file system without it: it declines in many ways.
             with contextlib.suppress(OSError):
-                copied = os.copy_file_range(source, target, min(count, _COPY_STEP), start, offset)
+                copied = os.copy_file_range(source, target, count, start, offset)
             in_kernel = copied > 0
         if not copied:
             try:
@@ -168,17 +277,19 @@ def copy_range(source: int, target: int, start: int, offset: int, count: int, do
                 raise FormatError("the file became shorter while it was read", got=f"no byte at {start}")
             copied = os.pwrite(target, data, offset)
         start, offset, count = start + copied, offset + copied, count - copied
-        done(copied)
 
 
 @contextlib.contextmanager
-def _naming(file: Path) -> Iterator[None]:
-    """Give an OSError of a descriptor the name of its file."""
+def _opened(file: str, flags: int) -> Iterator[int]:
+    """A descriptor; an OSError gets the name of its file."""
+    fd = os.open(file, flags | os.O_CLOEXEC, 0o666)
     try:
-        yield
+        yield fd
     except OSError as error:
-        error.filename = error.filename or str(file)
+        error.filename = error.filename or file
         raise
+    finally:
+        os.close(fd)
 
 
 @dataclass
@@ -187,45 +298,60 @@ class CheckpointWriter:
 
     Args:
         target: the directory to make.
-        force: whether it may replace one that exists.
+        force: whether it may replace one that exists, or what a killed run has left.
+        resume: whether to go on with what a killed run of the same plan has left.
+        plan: what decides the result; without one nothing can be resumed.
 
     Raises:
-        TargetError: a target that exists and may not be replaced, or whose parent is missing.
+        TargetError: a target that exists and may not be replaced, whose parent is missing, or that another run is
+            writing; what a killed run has left, and neither ``force`` nor ``resume``; or a plan that differs from its.
     """
 
     target: Path
     force: bool = False
+    resume: bool = False
+    plan: Mapping[str, Any] = field(default_factory=dict)
 
     def __enter__(self) -> CheckpointWriter:
         check_target(self.target, self.force)
-        self._shards: dict[str, Shard] = {}
-        parent = self.target.absolute().parent
-        self._work = parent / f".halfbyte-{self.target.name[:100]}-{secrets.token_hex(4)}"
-        try:
-            self._work.mkdir()
-        except OSError as error:
-            raise TargetError("cannot write into the directory", file=str(parent), got=error.strerror) from None
-        except BaseException:  # interrupted before __exit__ is responsible
-            shutil.rmtree(self._work, ignore_errors=True)
-            raise
+        self._shards: dict[str, Mapping[str, Stored]] = {}
+        self._work = WorkDirectory(self.target)
+        self._work.enter(self.plan, self.force, self.resume)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for shard in self._shards.values():
-            shard.close()
-        shutil.rmtree(self._work, ignore_errors=True)
+        self._work.leave()
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-        if isinstance(error, OSError) and (full or error.filename is None or str(self._work) in str(error.filename)):
+        inside = isinstance(error, OSError) and str(self._work.path) in str(error.filename)
+        if isinstance(error, OSError) and (full or error.filename is None or inside):
             raise TargetError("cannot write the target", file=str(self.target), got=error.strerror) from None
 
+    def kept(self, name: str, tensors: Iterable[Stored]) -> Any:
+        """What ``Shard.finish`` was told to keep of a shard that a killed run has finished; None if it has not.
+
+        A shard that is there counts as written, and must not be begun again.
+        """
+        found = self._work.kept(name)
+        placed, _ = laid_out(tensors, {}, "")
+        if found is not None and placed:
+            self._shards[name] = placed
+        return found
+
     def shard(
-        self, name: str, tensors: Iterable[Stored], metadata: dict[str, str], largest: dict[str, str] | None = None
+        self, name: str, tensors: Iterable[Stored], metadata: dict[str, str], room: dict[str, str] | None = None
     ) -> Shard:
         """Begin a shard; see Shard."""
-        self._shards[name] = Shard(self._work / f"{name}.tmp", tensors, metadata, largest)
-        return self._shards[name]
+        work = self._work
+        shard = Shard(work.temporary(name), tensors, metadata, room, work.out / name, work.kept_file(name))
+        self._shards[name] = shard.tensors
+        return shard
+
+    def copy(self, name: str, source: Path, nbytes: int) -> FileCopy:
+        """Begin a shard that is the copy of a file."""
+        work = self._work
+        return FileCopy(work.temporary(name), source, nbytes, work.out / name, work.kept_file(name))
 
     def json(self, name: str, value: Any) -> None:
         """Write a JSON file."""
@@ -233,104 +359,37 @@ class CheckpointWriter:
 
     def carry(self, source: Path, name: Path) -> None:
         """Copy a file as it is; ``name`` is relative to the directory."""
-        to = self._work / name
+        to = self._work.out / name
         to.parent.mkdir(parents=True, exist_ok=True)
         expected = source.stat().st_size
         shutil.copyfile(source, to)
         if to.stat().st_size != expected:
             raise FormatError("the file became shorter while it was read", file=str(source))
-        _sync(to)
+        sync(to)
 
     def seal(self, index: str = "") -> Path:
-        """Name the finished shards and write the index; returns the directory, which is now a checkpoint.
+        """Write the index; returns the directory, which is now a checkpoint.
 
         Args:
             index: its name; where one is given it is written for a single shard, too.
         """
-        for name, shard in self._shards.items():
-            shard.file.rename(self._work / name)
         if len(self._shards) > 1 or (index and self._shards):
-            table = {tensor: name for name, shard in self._shards.items() for tensor in shard.tensors}
-            total = sum(t.nbytes for shard in self._shards.values() for t in shard.tensors.values())
+            table = {tensor: name for name, tensors in self._shards.items() for tensor in tensors}
+            total = sum(t.nbytes for tensors in self._shards.values() for t in tensors.values())
             self.json(index or INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))})
-        _sync(self._work)
-        return self._work
+        sync(self._work.out)
+        return self._work.out
 
     def commit(self) -> None:
         """Let the sealed directory take its place; refuses a target that has come into being meanwhile."""
         check_target(self.target, self.force)
-        with _set_aside(self.target):
-            self._work.rename(self.target)
-        _sync(self.target.absolute().parent)
+        self._work.commit()
 
     def _place(self, name: str, data: bytes) -> None:
-        with open(self._work / name, "xb") as handle:
+        with open(self._work.out / name, "xb") as handle:
             handle.write(data)
             handle.flush()
             os.fsync(handle.fileno())
-
-
-def check_target(target: Path, force: bool, source: Path | None = None) -> None:
-    """Refuse a target that cannot or may not be written, or that holds ``source``.
-
-    Raises:
-        TargetError: with what to do.
-    """
-    parent = target.absolute().parent
-    if not target.name:
-        raise TargetError("not a name for a directory", file=str(target))
-    if not parent.is_dir():
-        raise TargetError(
-            "the directory to write into does not exist", file=str(parent), hint=f"run: mkdir -p {parent}"
-        )
-    if not os.path.lexists(target):
-        return
-    if not target.is_dir() or target.is_symlink():
-        raise TargetError("the target exists and is not a directory", file=str(target), hint="choose another name")
-    if source is not None and target.resolve() in (source.resolve(), *source.resolve().parents):
-        raise TargetError("the target is or holds the source", file=str(target), hint="choose another name")
-    if force and _is_something_else(target):
-        raise TargetError(
-            "the target is not a checkpoint, and --force replaces nothing else",
-            file=str(target),
-            hint="choose another name",
-        )
-    if not force and any(target.iterdir()):
-        raise TargetError(
-            "the target exists", file=str(target), hint="choose another name, or pass --force to replace it"
-        )
-
-
-def _is_something_else(folder: Path) -> bool:
-    """Whether a directory is a repository, or holds directories and no weights: not what anybody means to replace."""
-    weights = any(folder.glob("*.safetensors"))
-    return (folder / ".git").exists() or (not weights and any(path.is_dir() for path in folder.iterdir()))
-
-
-@contextlib.contextmanager
-def _set_aside(target: Path) -> Iterator[None]:
-    """Move an existing target away, and back if what follows fails."""
-    if not target.exists():
-        yield
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".halfbyte-{target.name[:100]}-old-", dir=target.absolute().parent))
-    try:
-        target.rename(aside / target.name)
-        yield
-    except BaseException:
-        if (aside / target.name).exists():
-            (aside / target.name).rename(target)
-        aside.rmdir()
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def shard_names(count: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 import time
@@ -23,6 +24,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 DIALECTS = "[modelopt|compressed-tensors]"
 """The dialects that are written, as help texts show them."""
 
+GATE_UP = "[concatenated|up_first|interleaved]"
+SCALE_LAYOUTS = "[linear|128x4|8x4|128x4-twice|8x4-twice|128x4-undone|8x4-undone]"
+
 _LINE_EVERY = 5.0
 """Seconds between progress lines where there is no terminal."""
 
@@ -35,12 +39,34 @@ def shared_options(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")(command)
 
 
+def reading_options(command: F) -> F:
+    """How the weights of a checkpoint are stored, where that is not what their dialect says: ``reading``."""
+
+    @functools.wraps(command)
+    def with_reading(
+        nibble_order: str | None, scale_layout: str | None, scale2: str | None, gate_up: str | None, **options: Any
+    ) -> Any:
+        from halfbyte.modules import Reading
+
+        return command(reading=Reading(nibble_order, scale_layout, scale2, gate_up), **options)
+
+    for option in (
+        click.option("--gate-up", metavar=GATE_UP, help="Order of gate and up in stacks of experts."),
+        click.option("--scale2", metavar="[multiplier|divisor|amax]", help="What is stored as the second scale."),
+        click.option("--scale-layout", metavar=SCALE_LAYOUTS, help="Order that block scales lie in."),
+        click.option("--nibble-order", metavar="[low|high]", help="Which nibble of a byte holds the even k."),
+    ):
+        with_reading = option(with_reading)
+    return with_reading  # type: ignore[return-value]
+
+
 def writing_options(command: F) -> F:
     """Options of every verb that writes a checkpoint."""
     for option in (
-        click.option("--workers", type=int, default=None, help="Threads; by default one for each core."),
+        click.option("--workers", type=int, default=None, help="Tasks at once; by default one for each core."),
         click.option("--dry-run", is_flag=True, help="Plan, sizes and peak memory; writes nothing."),
-        click.option("--force", is_flag=True, help="Replace DST if it exists."),
+        click.option("--force", is_flag=True, help="Replace DST if it exists; start over where a run was killed."),
+        click.option("--resume", is_flag=True, help="Go on with what a killed run of the same command has left."),
     ):
         command = option(command)
     return command
@@ -149,6 +175,10 @@ def wrote(report: Report, out: Console) -> list[tuple[str, Any]]:
     if facts.get("dry_run"):
         return [
             ("would write", f"{size(facts['bytes_out'])} in {plural(facts['shards'], 'shard')}"),
-            ("peak memory", f"about {size(facts['peak_bytes'])} for arrays"),
+            ("peak memory", f"at most {size(facts['peak_bytes'])} more than the headers, with {facts['workers']}"),
         ]
-    return [("wrote", f"{facts['dst']} ({size(facts['bytes_on_disk'])})"), ("seconds", facts["seconds"])]
+    return [
+        ("workers", facts["workers"]),
+        ("wrote", f"{facts['dst']} ({size(facts['bytes_on_disk'])})"),
+        ("seconds", facts["seconds"]),
+    ]

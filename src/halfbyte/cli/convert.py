@@ -6,24 +6,44 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from halfbyte.cli.base import DIALECTS, pairs, progress, shared_options, show, writing_options, wrote
+from halfbyte.cli.base import (
+    DIALECTS,
+    pairs,
+    plural,
+    progress,
+    reading_options,
+    shared_options,
+    show,
+    writing_options,
+    wrote,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from halfbyte.findings import Report
 
+EXPERTS = "[split|stacked|stacked-rows|stacked-columns]"
+
 
 @click.command("convert")
 @click.argument("src")
 @click.argument("dst")
 @click.option("--to", required=True, metavar=DIALECTS, help="Dialect to write.")
+@click.option("--experts", metavar=EXPERTS, help="One tensor for each expert, or for all of a layer.")
+@click.option("--mxfp4", metavar="[keep|nvfp4]", help="MXFP4 layers: by default NVFP4 where there is no NVFP4 layer.")
+@click.option("--lossy", is_flag=True, help="Round codes of MXFP4 where one scale2 cannot hold their scales.")
 @click.option("--prove", is_flag=True, help="Read the result back and compare every weight before it gets its name.")
 @click.option("--max-shard-size", default=None, help="Largest file; by default the shards stay as they are.")
+@reading_options
 @writing_options
 @shared_options
 def command(src: str, dst: str, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Write a quantized checkpoint in another dialect, without changing a code or a block scale."""
+    """Write a quantized checkpoint in another dialect, without changing a code or a block scale.
+
+    The options on how the weights of SRC are stored (--nibble-order, --scale-layout, --scale2, --gate-up) are for
+    checkpoints that do not lie as their dialect says: the result does.
+    """
     from halfbyte.tools.convert import convert
 
     with progress("convert", quiet or as_json) as meter:
@@ -41,6 +61,10 @@ def _render(report: Report, out: Console) -> None:
         (action, f"{n} tensors ({reason})") for (action, reason), n in sorted(actions.items())
     ]
     rows += [(f["action"], f"{f['file']} ({f['reason']})") for f in facts.get("files", ())]
+    rows += [("single", f"{name}: {reason}") for name, reason in facts.get("single", {}).items()]
+    if "mxfp4" in facts:
+        exact = sum(not entry["relative"] for entry in facts["mxfp4"])
+        rows.append(("MXFP4", f"{exact} of {plural(len(facts['mxfp4']), 'layer')} as NVFP4 without changing a value"))
     if "proven" in facts:
         rows.append(("proven", f"{facts['proven']} tensors read back and equal to their source"))
     pairs(out, [("dialect", f"{facts['from']} -> {facts['to']}"), *rows, *wrote(report, out)])

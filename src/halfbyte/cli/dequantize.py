@@ -31,7 +31,7 @@ def command(src: str, dst: str, as_json: bool, quiet: bool, **options: Any) -> N
     from halfbyte.tools.dequantize import dequantize_checkpoint
 
     with progress("dequantize", quiet or as_json) as meter:
-        report = dequantize_checkpoint(src, dst, progress=meter, **options)
+        report = dequantize_checkpoint(src, dst, executor="processes", progress=meter, **options)
     show(report, as_json, quiet, _render)
 
 

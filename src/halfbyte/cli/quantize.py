@@ -36,7 +36,7 @@ def command(src: str, dst: str, as_json: bool, quiet: bool, **options: Any) -> N
     from halfbyte.tools.quantize import quantize_checkpoint
 
     with progress("quantize", quiet or as_json) as meter:
-        report = quantize_checkpoint(src, dst, progress=meter, **options)
+        report = quantize_checkpoint(src, dst, executor="processes", progress=meter, **options)
     show(report, as_json, quiet, _render)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfbyte.dialects.base import Dialect, Facts, Layer, Output
+from halfbyte.dialects.base import Dialect, Facts, Layer, Output, Piece
 from halfbyte.dialects.compressed_tensors import CompressedTensors
 from halfbyte.dialects.fp8 import BlockFp8
 from halfbyte.dialects.gpt_oss import GptOss
@@ -19,6 +19,7 @@ __all__ = [
     "Facts",
     "Layer",
     "Output",
+    "Piece",
     "detect",
     "dialect_named",
     "writable",
@@ -43,12 +44,12 @@ def detect(headers: Headers) -> tuple[Dialect, str]:
 
 def writable() -> list[str]:
     """The names of the dialects that halfbyte writes."""
-    return [d.name for d in DIALECTS if d.readable and d.writable]
+    return [d.name for d in DIALECTS if d.writable]
 
 
 def dialect_named(name: str) -> Dialect:
     """The dialect of that name; another name, or one that is not written yet, raises UsageError."""
     for dialect in DIALECTS:
-        if dialect.name == name and dialect.readable and dialect.writable:
+        if dialect.name == name and dialect.writable:
             return dialect
     raise UsageError("unknown dialect", got=repr(name), expected=" or ".join(writable()))

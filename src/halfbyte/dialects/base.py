@@ -5,15 +5,16 @@ A dialect is mostly a table: for each kind of weight, the suffix of each role; s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
 from halfbyte.errors import FormatError, UnreadDialectError
-from halfbyte.experts import stack_form, stacked_arrays, stacks
+from halfbyte.experts import Bundle, as_stack, stacked_arrays, stacks
 from halfbyte.modules import (
     BYTES,
     QUANTIZED,
@@ -26,11 +27,26 @@ from halfbyte.modules import (
     refuse_companions,
 )
 from halfbyte.numerics import reciprocal
-from halfbyte.stored import FLOATS, Stored
+from halfbyte.stored import FLOATS, Stored, View
 from halfbyte.weight import DenseWeight, Fp8Weight, Mxfp4Weight, Weight
 
 Read = Callable[[Stored], Any]
 """Gives the array of a stored tensor."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some bytes of a tensor to write.
+
+    Attributes:
+        start: where they begin in the tensor.
+        sources: the tensors that they come from.
+        join: makes them from the sources' arrays; without it they are the bytes of the one source.
+    """
+
+    start: int
+    sources: tuple[Stored, ...]
+    join: Callable[[Sequence[Any]], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,15 +55,25 @@ class Output:
 
     Attributes:
         stored: name, dtype and shape.
-        source: the tensor that it comes from.
-        how: "copy" (the same bytes) or "scalar" (f32 numbers that may be inverted, see ``invert``).
-        invert: whether the stored number is the reciprocal of the source's.
+        pieces: cover it.
+        numbers: whether it holds scales, which become f32 and may be inverted; one source for each piece.
+        invert: whether the stored numbers are the reciprocals of the sources'.
     """
 
     stored: Stored
-    source: Stored
-    how: Literal["copy", "scalar"]
+    pieces: tuple[Piece, ...]
+    numbers: bool = False
     invert: bool = False
+
+    @classmethod
+    def of(cls, stored: Stored, source: Stored, numbers: bool = False, invert: bool = False) -> Output:
+        """One made of one source."""
+        return cls(stored, (Piece(0, (source,)),), numbers, invert)
+
+    @property
+    def sources(self) -> list[Stored]:
+        """All tensors that it comes from."""
+        return [source for piece in self.pieces for source in piece.sources]
 
 
 @dataclass(frozen=True)
@@ -104,10 +130,10 @@ class Dialect:
 
     def modules(self, headers: Headers) -> list[Module]:
         """All tensors, grouped by module, in the order of their names on disk."""
-        groups: dict[str, dict[str, Stored]] = {}
-        for tensor in headers.tensors.values():
-            name, _, suffix = tensor.name.rpartition(".")
-            groups.setdefault(name, {})[suffix] = tensor
+        groups: dict[str, dict[str, Stored]] = defaultdict(dict)
+        for full, tensor in headers.tensors.items():
+            name, _, suffix = full.rpartition(".")
+            groups[name][suffix] = tensor
         return [module for name, group in groups.items() for module in self._module(headers, name, group)]
 
     def _module(self, headers: Headers, name: str, group: dict[str, Stored]) -> Iterator[Module]:
@@ -116,12 +142,14 @@ class Dialect:
         if not group:
             return
         kind = self.kind_of(group)
-        table = self.suffixes.get(kind, {}) if kind != "none" else {}
-        taken = {suffix: role for role, suffix in table.items() if suffix in group}
-        if kind == "fp8" and "weight_scale" not in group and "weight_scale_inv" in group:
-            taken["weight_scale_inv"] = "scale"  # block scales as DeepSeek names them; they multiply, too
-        roles = {role: group[suffix] for suffix, role in taken.items()}
-        rest = [tensor for suffix, tensor in group.items() if suffix not in taken]
+        table = self.suffixes.get(kind, {})
+        roles = {role: group[suffix] for role, suffix in table.items() if suffix in group}
+        if kind == "fp8" and "scale" not in roles and "weight_scale_inv" in group:
+            roles["scale"] = group["weight_scale_inv"]  # block scales as DeepSeek names them; they multiply, too
+        rest = []
+        if len(roles) < len(group):
+            taken = {tensor.name for tensor in roles.values()}
+            rest = [tensor for tensor in group.values() if tensor.name not in taken]
         if kind in ("dense", "none"):
             if roles:
                 yield Module(name, kind, roles)
@@ -132,19 +160,20 @@ class Dialect:
             roles, rest = {"data" if t is main else suffix: t for suffix, t in group.items()}, []
         module = Module(name, kind, roles, tuple(rest))
         if kind in QUANTIZED and len(module.shape) > 2:
-            module = replace(module, stack=stack_form(headers, module))
+            module = as_stack(headers, module)
         yield module
 
     def kind_of(self, group: Mapping[str, Stored]) -> Kind:
         """The kind of the weight in a group of suffix -> tensor; the tensors decide, not the config."""
         weight = group.get("weight")
-        codes, scales, scale2 = (group.get(self.suffixes["nvfp4"][r]) for r in ("codes", "scales", "scale2"))
+        named = self.suffixes["nvfp4"]
+        codes, scales, scale2 = group.get(named["codes"]), group.get(named["scales"]), group.get(named["scale2"])
         if codes is not None and codes.dtype in BYTES:
             # Bytes with other companions are INT8 or of another library; bytes alone lack their scales.
             if scales is not None and is_mx(codes, scales):
                 return "mxfp4"
             fp8_scales = scales is not None and scales.dtype in ("F8_E4M3", "F8_E8M0", "U8")
-            alone = codes.dtype != "I8" and not set(group) - {"weight", "weight_packed", "bias"}
+            alone = codes.dtype != "I8" and group.keys() <= {"weight", "weight_packed", "bias"}
             return "nvfp4" if fp8_scales or scale2 is not None or alone else "unread"
         if codes is not None and scale2 is not None and codes.dtype not in FLOATS:
             return "nvfp4"  # of the wrong dtype, which structure reports
@@ -209,26 +238,50 @@ class Dialect:
         """The tensors that this dialect writes for a module read from ``source``.
 
         Raises:
-            FormatError: a companion that this dialect has no place for.
+            FormatError: a weight or a companion that this dialect has no place for.
         """
         if module.kind in ("dense", "none"):
-            return [Output(t, t, "copy") for t in module.tensors]
+            beside = [Output.of(t, t) for t in module.unknown]
+            return [self._dense(module, role, t) for role, t in module.roles.items()] + beside
+        if module.kind == "unread":
+            raise FormatError(
+                f"a weight of this format has no place in {self.title}",
+                file=module.main.file if module.main else None,
+                tensor=module.name,
+                got=str(module.main),
+                hint="keep the checkpoint in its own dialect",
+            )
         table = self.suffixes.get(module.kind, {})
         refuse_companions(module, set(module.roles) - set(table), f"have no place in {self.title}")
         invert = module.kind == "nvfp4" and self.divides != source.divides
         return [self._output(module, role, table[role], invert) for role in module.roles]
 
+    def _dense(self, module: Module, role: str, source: Stored) -> Output:
+        """A tensor that keeps its name, unless it is part of a stack."""
+        name = module.member(self.suffixes["dense"][role]) if isinstance(source, View) else source.name
+        return Output.of(Stored(name, source.dtype, source.shape), source)
+
     def _output(self, module: Module, role: str, suffix: str, invert: bool) -> Output:
         source, name = module.roles[role], module.member(suffix)
         if role == "codes":
             shape = (*module.shape[:-1], module.shape[-1] // 2)
-            return Output(Stored(name, "U8", shape), source, "copy")
+            return Output.of(Stored(name, "U8", shape), source)
         if role in ("scale2", "input_scale", "scale") and source.dtype in FLOATS:
             shape = self.scalar_shape if prod(source.shape) == 1 else source.shape
             if role == "scale" and source.shape in ((module.shape[0],), (module.shape[0], 1)):
                 shape = (module.shape[0], 1)[: self.row_scale_axes]
-            return Output(Stored(name, "F32", shape), source, "scalar", invert and role != "scale")
-        return Output(Stored(name, source.dtype, source.shape), source, "copy")
+            return Output.of(Stored(name, "F32", shape), source, True, invert and role != "scale")
+        return Output.of(Stored(name, source.dtype, source.shape), source)
+
+    def stack_outputs(self, bundle: Bundle, source: Dialect) -> list[Output]:
+        """The tensors that this dialect writes for a stack of experts.
+
+        Raises:
+            FormatError: it has no place for stacks, or for a companion.
+        """
+        raise FormatError(
+            f"stacks of experts have no place in {self.title}", tensor=bundle.name, hint="pass --experts split"
+        )
 
     def layers(self, headers: Headers) -> Callable[[str, str], Layer | None] | None:
         """What the config says: a function of (module name, class), or None where there is no such config."""

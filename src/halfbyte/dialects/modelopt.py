@@ -18,11 +18,14 @@ Facts: nvidia-modelopt 0.47, ``modelopt/torch/export``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from halfbyte.dialects.base import Dialect, Facts, Layer
+import numpy as np
+
+from halfbyte.dialects.base import Dialect, Facts, Layer, Output, Piece
 from halfbyte.errors import FormatError
+from halfbyte.experts import COMPANIONS, Bundle, Gather
 from halfbyte.modules import (
     BYTES,
     Headers,
@@ -33,9 +36,12 @@ from halfbyte.modules import (
     is_mx,
     nested_section,
     quant_section,
+    refuse_companions,
     strings_of,
 )
+from halfbyte.numerics import BLOCK
 from halfbyte.patterns import Patterns, module_class, spellings
+from halfbyte.stored import DTYPE_BITS, Stored
 
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 """Engines accept the file by this name; the version is the one whose layout is written."""
@@ -81,6 +87,31 @@ class ModelOpt(Dialect):
         method = quant_section(headers).get("quant_method")
         return (isinstance(method, str) and method.startswith("modelopt")) or "quantization" in headers.quant
 
+    def stack_outputs(self, bundle: Bundle, source: Dialect) -> list[Output]:
+        first, pair = bundle.module, len(bundle.experts[0]) == 2
+        known = {*COMPANIONS.values(), "codes", "data", "scale"}
+        for expert in bundle.experts:
+            for module in expert:
+                refuse_companions(module, set(module.roles) - known, "have no place in a stack of experts")
+        endings = {role: ending for ending, role in COMPANIONS.items()} | {"scale": "_weight_scale"}
+        endings |= dict.fromkeys(("codes", "data"), "_weight" if bundle.name.endswith((".w13", ".w2")) else "")
+        invert = first.kind == "nvfp4" and source.divides
+        outputs = []
+        for role in first.roles:
+            layers = [[module.roles[role] for module in expert] for expert in bundle.experts]
+            name = f"{bundle.name}{endings[role]}"
+            if role in ("scale2", "input_scale", "scale"):
+                shape = (len(layers), 2) if pair else (len(layers),)
+                pieces = tuple(Piece(4 * i, (t,)) for i, t in enumerate(t for layer in layers for t in layer))
+                outputs.append(Output(Stored(name, "F32", shape), pieces, True, invert and role != "scale"))
+            elif role == "pre_scale":
+                k = bundle.shape[-1]
+                pieces = tuple(Piece(e * layer[0].nbytes, tuple(layer), only) for e, layer in enumerate(layers))
+                outputs.append(Output(Stored(name, layers[0][0].dtype, (len(layers), k)), pieces))
+            else:
+                outputs.append(_stacked(bundle, role, name, layers))
+        return outputs
+
     def layers(self, headers: Headers) -> Callable[[str, str], Layer | None] | None:
         section = quant_section(headers) if self.claims_config(headers) else {}
         section = section or nested_section(headers)
@@ -92,12 +123,12 @@ class ModelOpt(Dialect):
             return lambda name, cls: next(
                 (_layer(table[n].get("quant_algo")) for n in (*spellings(name), *_experts(name)) if n in table), None
             )
-        excluded = Patterns(exclusions(section))
+        layer, excluded = _layer(algo), Patterns(exclusions(section))
         embeds = section.get("nvfp4_embed") is True
 
         def of(name: str, cls: str) -> Layer | None:
             covered = cls == "Linear" or (cls == "Embedding" and embeds)
-            return _layer(algo) if covered and not excluded.first(name, cls) else None
+            return layer if covered and not excluded.first(name, cls) else None
 
         return of
 
@@ -135,6 +166,37 @@ class ModelOpt(Dialect):
         if not mixed and any(module_class(n, len(m.shape)) == "Embedding" for n, m in facts.quantized.items()):
             section["nvfp4_embed"] = inner["nvfp4_embed"] = True  # vLLM's key
         return section, {"hf_quant_config.json": {"producer": dict(_PRODUCER), "quantization": inner}}
+
+
+def only(arrays: Sequence[Any]) -> Any:
+    """The array that all of ``arrays`` are.
+
+    Raises:
+        FormatError: they differ.
+    """
+    if any(not np.array_equal(a, arrays[0]) for a in arrays):
+        raise FormatError("gate and up have different pre_scales", hint="pass --experts split")
+    return arrays[0]
+
+
+def _stacked(bundle: Bundle, role: str, name: str, layers: Sequence[Sequence[Stored]]) -> Output:
+    """The matrices or biases of all experts as one tensor."""
+    experts, n, k = bundle.shape
+    like = layers[0][0]
+    width = {"codes": k // 2, "scales": k // BLOCK, "data": k}.get(role)
+    dtype = "U8" if role == "codes" else like.dtype
+    item = DTYPE_BITS[dtype] // 8
+    columns = bundle.stack.columns and width is not None
+    shape = (experts, n) if width is None else (experts, width, n) if columns else (experts, n, width)
+    each, pieces = n * (width or 1) * item, []
+    apart = len(layers[0]) == 1 or bundle.stack.gate_up != "interleaved"
+    for e, layer in enumerate(layers):
+        if columns or not apart:
+            pieces.append(Piece(e * each, tuple(layer), Gather(bundle.stack, columns, item)))
+            continue
+        ordered = layer if bundle.stack.gate_up != "up_first" else layer[::-1]
+        pieces += [Piece(e * each + i * each // len(layer), (part,)) for i, part in enumerate(ordered)]
+    return Output(Stored(name, dtype, shape), tuple(pieces))
 
 
 def exclusions(section: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ class Unread(Dialect):
     """
 
     readable = False
+    writable = False
 
     def __init__(self, name: str, title: str, mark: Callable[[Headers], str | None]) -> None:
         self.__dict__.update(name=name, title=title)

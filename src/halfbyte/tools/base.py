@@ -1,23 +1,42 @@
-"""What the tools share: threads, progress, and the parts of writing that do not depend on the tool."""
+"""What the tools share: threads, progress, and the one way in which checkpoints are written."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from halfbyte.checkpoint.reader import Checkpoint, holds_weights
-from halfbyte.checkpoint.writer import CheckpointWriter, Shard
-from halfbyte.errors import FormatError, UsageError
-from halfbyte.findings import Finding
-from halfbyte.modules import Module
+from halfbyte.checkpoint.reader import Checkpoint, holds_weights, open_checkpoint
+from halfbyte.checkpoint.workdir import check_target
+from halfbyte.checkpoint.writer import CheckpointWriter, FileCopy, Shard
+from halfbyte.findings import Finding, Report
+from halfbyte.modules import Module, Reading
 from halfbyte.patterns import Patterns
 from halfbyte.stored import Stored
+from halfbyte.tasks import Crew, Step, Where, worker_count
+from halfbyte.tasks import Job as TaskJob
+
+__all__ = [
+    "CHUNK",
+    "File",
+    "Meter",
+    "Progress",
+    "Work",
+    "Writing",
+    "chosen",
+    "idle",
+    "opened",
+    "pieces",
+    "run",
+    "worker_count",
+    "write_checkpoint",
+]
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), from any thread but one at a time."""
@@ -26,6 +45,9 @@ Job: TypeAlias = Callable[[], None]
 
 CHUNK = 4 << 20
 """Bytes that a scan looks at in one step: two of them fit a core's cache."""
+
+_COPY_BYTES = 2 << 20
+"""Memory that copying takes where the kernel does not copy."""
 
 
 class Meter:
@@ -66,14 +88,6 @@ def idle(*patterns: Patterns) -> list[Finding]:
     return [Finding("HB301", got=pattern) for group in patterns for pattern in group.unused()]
 
 
-def worker_count(workers: int | None) -> int:
-    """How many threads to use: the number asked for, or one for each core this process may use."""
-    if workers is not None and workers < 1:
-        raise UsageError("workers must be positive", got=workers)
-    affinity = getattr(os, "sched_getaffinity", None)
-    return workers or (len(affinity(0)) if affinity else os.cpu_count() or 1)
-
-
 def run(jobs: Sequence[Job], workers: int, meter: Meter) -> None:
     """Run jobs, which count their bytes on ``meter``, on threads; the first exception ends all, and is raised."""
     if workers == 1 or len(jobs) < 2:
@@ -92,21 +106,170 @@ def run(jobs: Sequence[Job], workers: int, meter: Meter) -> None:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def copy_jobs(checkpoint: Checkpoint, shard: Shard, pairs: Iterable[tuple[str, Stored]], meter: Meter) -> list[Job]:
-    """One job for each source file: copy tensors, given as (name here, tensor there), into a shard."""
-    by_file: dict[str, list[tuple[str, Stored]]] = defaultdict(list)
-    for name, source in pairs:
-        by_file[source.file].append((name, source))
+@dataclass(frozen=True)
+class Writing:
+    """The options that the writing tools share; each tool's function documents them."""
 
-    def job(file: str, group: list[tuple[str, Stored]]) -> None:
-        try:
-            with checkpoint.descriptor(file) as source:
-                shard.copy(group, source, meter.add)
-        except FormatError as error:
-            error.file = file
-            raise
+    dst: str | os.PathLike[str]
+    force: bool = False
+    dry_run: bool = False
+    resume: bool = False
+    workers: int | None = None
+    executor: Where = None
+    progress: Progress | None = None
+    started: float = field(default_factory=time.perf_counter)
 
-    return [partial(job, file, group) for file, group in by_file.items()]
+
+@dataclass(frozen=True)
+class File:
+    """One safetensors file to write.
+
+    Attributes:
+        tensors: what it will hold.
+        nbytes: source bytes that are done when it is written.
+        copies: (name here, first byte there, source) of the bytes that are copied.
+        metadata: of the file.
+        room: the longest metadata that may be added at its end.
+        whole: the file to copy instead, header and all.
+    """
+
+    tensors: Sequence[Stored]
+    nbytes: int
+    copies: Sequence[tuple[str, int, Stored]] = ()
+    metadata: dict[str, str] = field(default_factory=lambda: {"format": "pt"})
+    room: dict[str, str] = field(default_factory=dict)
+    whole: Path | None = None
+
+
+class Work:
+    """What a tool writes. A subclass fills the fields and gives the methods that its files need.
+
+    Attributes:
+        command: the tool.
+        checkpoint: the source.
+        options: what decides the bytes of the result, as JSON.
+        files: by name.
+        facts: of the report; "bytes_out" is among them.
+        spread: whether the files are written side by side, and not one after the other.
+        task_bytes: memory that one task needs at most, for its arrays.
+        checked_bytes: source bytes that ``check`` will look at once more.
+        index: the name of the index, where one is written for a single file, too.
+    """
+
+    command: str
+    checkpoint: Checkpoint
+    options: dict[str, Any]
+    files: dict[str, File]
+    facts: dict[str, Any]
+    spread: bool = False
+    task_bytes: int = 0
+    checked_bytes: int = 0
+    index: str = ""
+
+    def steps(self, name: str, shard: Shard) -> Sequence[Step]:
+        """The tasks and jobs that write what is not copied."""
+        return []
+
+    def ending(self, name: str) -> tuple[dict[str, str], Any]:
+        """Metadata to add when a file's steps are done, and what to remember of them, as JSON."""
+        return {}, None
+
+    def recall(self, kept: Any) -> None:
+        """Take back what ``ending`` gave to remember of a file that a killed run has finished."""
+
+    def side_files(self, writer: CheckpointWriter) -> list[dict[str, str]]:
+        """Write what lies beside the weights; one entry {"file", "action", "reason"} for each file."""
+        raise NotImplementedError
+
+    def check(self, sealed: Path, meter: Meter) -> dict[str, Any]:
+        """Look at the result before it gets its name; further facts."""
+        return {}
+
+    def findings(self) -> Iterable[Finding]:
+        """The findings of the report, when all files are written; of a dry run, before."""
+        return ()
+
+
+@contextlib.contextmanager
+def opened(src: str | os.PathLike[str], how: Writing, reading: Reading | None = None) -> Iterator[Checkpoint]:
+    """Open the source of a writing tool, which must be readable, and check its target and options."""
+    worker_count(how.workers)
+    with open_checkpoint(src, reading) as checkpoint:
+        check_target(Path(how.dst), how.force, checkpoint.path)
+        checkpoint.require_readable()
+        yield checkpoint
+
+
+def write_checkpoint(work: Work, how: Writing) -> Report:
+    """Write all that a tool has planned, or with a dry run only say so; returns its report.
+
+    Its facts are the work's, "workers", "peak_bytes", and "files", "bytes_on_disk" and "seconds" or "dry_run" and
+    "shards".
+    """
+    todo = sum(file.nbytes for file in work.files.values())
+    crew = Crew.of(how.workers, how.executor, todo)
+    facts = work.facts | {"workers": str(crew), "peak_bytes": _peak_bytes(work, crew)}
+    if how.dry_run:
+        return Report(work.command, tuple(work.findings()), facts | {"dry_run": True, "shards": len(work.files)})
+    with CheckpointWriter(Path(how.dst), how.force, how.resume, _plan(work)) as writer:
+        meter = Meter(todo + work.checked_bytes, how.progress)
+        left = {}
+        for name, file in work.files.items():
+            kept = writer.kept(name, file.tensors)
+            if kept is None:
+                left[name] = file
+            else:
+                work.recall(kept)
+                meter.add(file.nbytes)
+        crew.run((_write(work, writer, name, file) for name, file in left.items()), meter.add, work.spread)
+        facts["files"] = work.side_files(writer)
+        sealed = writer.seal(work.index)
+        facts |= work.check(sealed, meter)
+        facts["bytes_on_disk"] = directory_bytes(sealed)
+        writer.commit()
+    facts["seconds"] = round(time.perf_counter() - how.started, 3)
+    return Report(work.command, tuple(work.findings()), facts)
+
+
+def _write(work: Work, writer: CheckpointWriter, name: str, file: File) -> TaskJob:
+    """The job that writes one file."""
+    if file.whole is not None:
+        copy: FileCopy = writer.copy(name, file.whole, file.nbytes)
+        yield copy.copies()
+        yield [copy.last()]
+        return
+    shard = writer.shard(name, file.tensors, file.metadata, file.room)
+    yield [*work.steps(name, shard), *shard.copies(file.copies)]
+    yield [shard.last(*work.ending(name))]
+
+
+def _peak_bytes(work: Work, crew: Crew) -> int:
+    """The most memory that a run adds to what the process has when its plan is made."""
+    return crew.own_bytes + crew.width * max(work.task_bytes, _COPY_BYTES) + (2 * CHUNK if work.checked_bytes else 0)
+
+
+def _plan(work: Work) -> dict[str, Any]:
+    """What decides the result: a run that resumes another must agree with it in all of this."""
+    from halfbyte import __version__
+
+    checkpoint = work.checkpoint
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    beside = [folder / name for name in ("config.json", "hf_quant_config.json", str(checkpoint.index or "")) if name]
+    states = {f.name: f.stat() for f in [*(Path(s.file) for s in checkpoint.shards), *beside] if f.exists()}
+    return {
+        "command": work.command,
+        "version": __version__,
+        "source": str(checkpoint.path.resolve()),
+        "options": work.options,
+        "files": {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()},
+        "shards": {name: [t.name for t in file.tensors] for name, file in work.files.items()},
+    }
+
+
+def pieces(rows: int, row_bytes: int, limit: int, multiple: int = 1) -> list[tuple[int, int]]:
+    """Ranges of rows of about ``limit`` bytes, each of a multiple of ``multiple`` rows; one range if there are none."""
+    step = max(limit // max(row_bytes, 1) // multiple, 1) * multiple
+    return [(a, min(a + step, rows)) for a in range(0, rows, step)] or [(0, 0)]
 
 
 def write_side_files(

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from halfbyte.casts import as_nvfp4, scale2_exponents
 from halfbyte.checkpoint.consistency import config_facts, header_findings, quantized
+from halfbyte.checkpoint.header import Header
+from halfbyte.checkpoint.outputs import Made, source_bytes
 from halfbyte.checkpoint.reader import PROVENANCE, Checkpoint, encode_provenance, open_checkpoint
-from halfbyte.checkpoint.writer import CheckpointWriter, check_target, distribute, parse_size, shard_names
-from halfbyte.dialects import Dialect, Output, dialect_named
+from halfbyte.checkpoint.writer import CheckpointWriter, Shard, distribute, parse_size, shard_names
+from halfbyte.dialects import Dialect, Facts, Output, dialect_named
 from halfbyte.errors import FormatError, UsageError
-from halfbyte.findings import Report, in_order
-from halfbyte.modules import Module, refuse_broken
-from halfbyte.numerics import reciprocal
-from halfbyte.stored import Stored, byte_count
+from halfbyte.experts import COLUMNS, INTERLEAVED, METADATA, Bundle, bundled, encode_stacks, expand, model_types
+from halfbyte.findings import Finding, Report, in_order
+from halfbyte.modules import QUANTIZED, Module, Reading, Stack, refuse_broken
+from halfbyte.patterns import module_class
+from halfbyte.stored import Stored, View, byte_count, read_into
+from halfbyte.tasks import Step, Where
 from halfbyte.tools.base import (
     CHUNK,
+    File,
     Meter,
     Progress,
-    copy_jobs,
-    directory_bytes,
+    Work,
+    Writing,
     dropped_files,
-    run,
-    worker_count,
+    opened,
+    write_checkpoint,
     write_side_files,
 )
 
@@ -39,11 +44,17 @@ def convert(
     dst: str | os.PathLike[str],
     *,
     to: str,
+    experts: str | None = None,
+    mxfp4: str | None = None,
+    lossy: bool = False,
+    reading: Reading | None = None,
     prove: bool = False,
     max_shard_size: str | None = None,
     force: bool = False,
     dry_run: bool = False,
+    resume: bool = False,
     workers: int | None = None,
+    executor: Where = None,
     progress: Progress | None = None,
 ) -> Report:
     """Write a quantized checkpoint in another dialect, without changing a code or a block scale.
@@ -52,149 +63,232 @@ def convert(
         src: a directory, a file, or a hub name.
         dst: the directory to make.
         to: the dialect to write, "modelopt" or "compressed-tensors".
+        experts: "split" writes every expert under its own name, "stacked" one tensor for all experts of a layer, as
+            the model's definition has it, "stacked-rows" (E, N, K) and "stacked-columns" (E, K, N); by default they
+            stay as they are.
+        mxfp4: "nvfp4" carries MXFP4 layers as NVFP4, "keep" as they are; by default they become NVFP4 in a
+            checkpoint that has no NVFP4 layer, and stay beside some.
+        lossy: round the codes of MXFP4 blocks whose scales one scale2 cannot hold, instead of refusing them.
+        reading: how the NVFP4 weights of ``src`` are stored, where that is not what their dialect says.
         prove: read the result back and compare every tensor with its source before it gets its name.
         max_shard_size: such as "5GB"; by default the shards stay as they are.
-        force: replace ``dst`` if it exists.
-        dry_run: plan and sizes; writes nothing.
-        workers: threads; by default one for each core.
+        force: replace ``dst`` if it exists; start over where a killed run has left unfinished work.
+        dry_run: plan, sizes and peak memory; writes nothing.
+        resume: go on with what a killed run of the same call has left, if there is any.
+        workers: tasks at once; by default one for each core.
+        executor: runs the tasks instead of threads.
         progress: told of bytes written, and with ``prove`` of bytes compared.
 
     Returns:
         A report; its facts are "src", "dst", "from", "to", "tensors" and "files" (each with what
-        became of it and why), "bytes_out", "proven" (tensors compared) and "seconds".
+        became of it and why), "single" (experts that stay single though stacks were asked for, and why), "mxfp4"
+        (the layers carried as NVFP4, each with its relative error), "bytes_out", "workers", "peak_bytes" (the most
+        memory that the run adds), "proven" (tensors compared) and "seconds".
 
     Raises:
         HalfbyteError: a source that cannot be read, a tensor the target has no place for, a target that
             may not be written, or a proof that failed. Nothing is left behind.
     """
-    started = time.perf_counter()
+    how = Writing(dst, force, dry_run, resume, workers, executor, progress)
     target = dialect_named(to)
     limit = None if max_shard_size is None else parse_size(max_shard_size)
-    threads = worker_count(workers)
-    with open_checkpoint(src) as checkpoint:
-        check_target(Path(dst), force, checkpoint.path)
-        checkpoint.require_readable()
+    for name, value, known in (("experts", experts, EXPERTS), ("mxfp4", mxfp4, MXFP4)):
+        if value not in (None, *known):
+            raise UsageError(f"unknown value of {name}", got=repr(value), expected=" or ".join(known))
+    with opened(src, how, reading) as checkpoint:
         if not quantized(checkpoint):
             raise UsageError(
                 "there is nothing quantized in this checkpoint",
                 file=str(checkpoint.path),
                 hint="run halfbyte quantize to quantize it",
             )
-        source = checkpoint.dialect
-        same = target is source
-        outputs = _outputs(checkpoint, target)
-        numbers, originals = _scalars(checkpoint, outputs)
-        shards = _shards(checkpoint, outputs, limit)
-        config = None if same else target.config(config_facts(checkpoint, {m.name: m for m in quantized(checkpoint)}))
-        findings = in_order(f for f in header_findings(checkpoint) if f.severity != "note")
-        facts: dict[str, Any] = {
-            "src": str(checkpoint.path),
-            "dst": str(dst),
-            "from": source.name,
-            "to": target.name,
-            "tensors": [_listed(o) for o in outputs],
+        asked = _Asked(target, experts, mxfp4, lossy, limit)
+        return write_checkpoint(_Convert(checkpoint, asked, prove, str(dst)), how)
+
+
+EXPERTS = ("split", "stacked", "stacked-rows", "stacked-columns")
+MXFP4 = ("keep", "nvfp4")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What decides the bytes of the result; see convert."""
+
+    target: Dialect
+    experts: str | None
+    mxfp4: str | None
+    lossy: bool
+    limit: int | None
+
+
+class _Convert(Work):
+    """Copies and, for another dialect, numbers; in the same dialect with the same shards, copies of whole files."""
+
+    command = "convert"
+    spread = True
+
+    def __init__(self, checkpoint: Checkpoint, asked: _Asked, prove: bool, dst: str) -> None:
+        self.checkpoint, self.prove = checkpoint, prove
+        target, source = asked.target, checkpoint.dialect
+        cast = _to_cast(checkpoint, asked)
+        self.same = target is source and not asked.experts and not cast and checkpoint.reading == Reading()
+        self.verbatim = self.same and asked.limit is None
+        self.options = vars(asked) | {"target": target.name, "reading": checkpoint.reading.options}
+        self.facts = {"src": str(checkpoint.path), "dst": dst, "from": source.name, "to": target.name}
+        self._modules, stacks = checkpoint.parts, {}
+        if self.same:
+            outputs = [Output.of(t, t) for t in checkpoint.tensors.values()]
+            stated = any(METADATA in shard.metadata for shard in checkpoint.shards)
+            stacks = {m.name: m.stack for m in checkpoint.modules if m.stack is not None and stated}
+        else:
+            for module in checkpoint.modules:
+                refuse_broken(module)
+            if cast:
+                self._modules, self.facts["mxfp4"] = _cast(self._modules, source, asked.lossy)
+            entries, self.facts["single"] = _arranged(checkpoint, self._modules, asked.experts)
+            outputs = _outputs(entries, target, source)
+            stacks = {entry.name: entry.stack for entry in entries if isinstance(entry, Bundle)}
+            self.config = target.config(_config_facts(checkpoint, entries))
+        self._made = Made.of(checkpoint, outputs)
+        outputs = self._made.outputs
+        self._members = {} if self.verbatim else _shards(checkpoint, outputs, asked.limit)
+        self.files = {name: self._file(members, stacks) for name, members in self._members.items()}
+        if self.verbatim:
+            self.files = {Path(shard.file).name: _whole(shard) for shard in checkpoint.shards}
+        self.index = str(checkpoint.index) if asked.limit is None and checkpoint.index and not self.verbatim else ""
+        self.checked_bytes = sum(t.nbytes for m in self._modules for t in m.tensors) if prove else 0
+        self.task_bytes = self._made.task_bytes
+        self.facts |= {
+            "tensors": _listed(outputs),
             "bytes_out": sum(byte_count(o.stored.dtype, o.stored.shape) for o in outputs),
         }
-        if dry_run:
-            return Report("convert", findings, facts | {"dry_run": True, "shards": len(shards), "peak_bytes": 64 << 20})
-        verbatim = same and limit is None
-        with CheckpointWriter(Path(dst), force) as writer:
-            meter = Meter(sum(o.source.nbytes for o in outputs) * (2 if prove else 1), progress)
 
-            def write(name: str, members: list[Output]) -> None:
-                metadata = _metadata(checkpoint, members, originals)
-                shard = writer.shard(name, [o.stored for o in members], metadata)
-                for output in members:
-                    if output.how == "scalar":
-                        shard.write(output.stored.name, numbers[output.stored.name])
-                        meter.add(output.source.nbytes)
-                pairs = [(o.stored.name, o.source) for o in members if o.how == "copy"]
-                run(copy_jobs(checkpoint, shard, pairs, meter), 1, meter)
-                shard.finish()
+    def _file(self, members: list[Output], stacks: Mapping[str, Stack]) -> File:
+        metadata = _metadata(self.checkpoint, members, self._made.originals, stacks)
+        return File([o.stored for o in members], source_bytes(members), self._made.copies(members), metadata)
 
-            # One shard is copied while another is synced.
-            run([partial(write, *shard) for shard in shards.items()] if not verbatim else [], threads, meter)
-            if config is None:
-                facts["files"] = _carry_all(writer, checkpoint, verbatim, meter)
-            else:
-                facts["files"] = write_side_files(writer, checkpoint, *config)
-            mirrored = limit is None and checkpoint.index is not None and not verbatim
-            sealed = writer.seal(str(checkpoint.index) if mirrored else "")
-            if prove:
-                facts["proven"] = _prove(checkpoint, sealed, meter)
-            facts["bytes_on_disk"] = directory_bytes(sealed)
-            writer.commit()
-        facts["seconds"] = round(time.perf_counter() - started, 3)
-        return Report("convert", findings, facts)
+    def steps(self, name: str, shard: Shard) -> Sequence[Step]:
+        return self._made.tasks(self._members[name], shard)
+
+    def side_files(self, writer: CheckpointWriter) -> list[dict[str, str]]:
+        if not self.same:
+            return write_side_files(writer, self.checkpoint, *self.config)
+        return _carry_all(writer, self.checkpoint, self.verbatim)
+
+    def check(self, sealed: Path, meter: Meter) -> dict[str, Any]:
+        return {"proven": _prove(self.checkpoint, self._modules, sealed, meter)} if self.prove else {}
+
+    def findings(self) -> tuple[Finding, ...]:
+        found = [f for f in header_findings(self.checkpoint) if f.severity != "note"]
+        rounded = [entry for entry in self.facts.get("mxfp4", ()) if entry["relative"]]
+        found += [Finding("HB302", e["name"], got=float(f"{e['relative']:.3g}"), expected="0") for e in rounded]
+        return in_order(found)
 
 
-def _outputs(checkpoint: Checkpoint, target: Dialect) -> list[Output]:
-    if target is checkpoint.dialect:
-        return [Output(t, t, "copy") for t in checkpoint.tensors.values()]
-    for module in checkpoint.modules:
-        refuse_broken(module)
-    outputs = [o for module in checkpoint.modules for o in target.outputs(module, checkpoint.dialect)]
+def _whole(shard: Header) -> File:
+    """A shard that is copied as it is; all that its header states must be there."""
+    file, end = Path(shard.file), max((t.start + t.nbytes for t in shard.tensors), default=0)
+    return File((), max(file.stat().st_size, end), whole=file)
+
+
+def _to_cast(checkpoint: Checkpoint, asked: _Asked) -> bool:
+    """Whether MXFP4 layers are to become NVFP4."""
+    kinds = {module.kind for module in checkpoint.modules}
+    if "mxfp4" not in kinds or asked.mxfp4 == "keep":
+        return False
+    if asked.mxfp4 == "nvfp4":
+        return True
+    return "nvfp4" not in kinds and not (asked.target is checkpoint.dialect and asked.experts is None)
+
+
+def _cast(modules: Sequence[Module], source: Dialect, lossy: bool) -> tuple[list[Module], list[dict[str, Any]]]:
+    """The modules with MXFP4 layers as NVFP4 ones; and the error of each."""
+    exponents = scale2_exponents([m for m in modules if m.kind == "mxfp4"], lossy)
+    made, errors = [], []
+    for module in modules:
+        if module.kind != "mxfp4":
+            made.append(module)
+            continue
+        cast, relative = as_nvfp4(module, exponents[module.name], source.divides)
+        made.append(cast)
+        errors.append({"name": module.name, "relative": relative})
+    return made, errors
+
+
+def _arranged(
+    checkpoint: Checkpoint, modules: Sequence[Module], experts: str | None
+) -> tuple[list[Module | Bundle], dict[str, str]]:
+    """The modules as they are to be written: experts single or in bundles."""
+    if experts == "split":
+        return list(modules), {}
+    if experts is None:
+        forms = {part.name: m.stack for m in checkpoint.modules if m.stack is not None for part in expand(m)}
+        return bundled(modules, lambda module: forms.get(module.name))
+    types = model_types(checkpoint.headers)
+    columns = experts == "stacked-columns" or (experts == "stacked" and bool(types & COLUMNS))
+    stack = Stack(columns, "interleaved" if types & INTERLEAVED else "concatenated")
+    return bundled(modules, lambda module: stack)
+
+
+def _outputs(entries: Iterable[Module | Bundle], target: Dialect, source: Dialect) -> list[Output]:
+    outputs = []
+    for entry in entries:
+        outputs += target.outputs(entry, source) if isinstance(entry, Module) else target.stack_outputs(entry, source)
     taken: dict[str, str] = {}
     for output in outputs:
-        clash = taken.setdefault(output.stored.name, output.source.name)
-        if clash != output.source.name:
-            raise FormatError(
-                "two tensors would get one name", tensor=output.stored.name, got=f"{clash}, {output.source.name}"
-            )
+        first = output.sources[0].name
+        clash = taken.setdefault(output.stored.name, first)
+        if clash != first:
+            raise FormatError("two tensors would get one name", tensor=output.stored.name, got=f"{clash}, {first}")
     return outputs
 
 
-def _listed(output: Output) -> dict[str, Any]:
-    action, reason = "copied", "the same in both dialects"
-    if output.invert:
-        action, reason = "converted", "reciprocal"
-    elif output.stored.name != output.source.name:
-        action, reason = "converted", "renamed; same bytes"
-    elif output.stored.shape != output.source.shape or output.stored.dtype != output.source.dtype:
-        action, reason = "converted", "shape or dtype; same values"
-    return {"tensor": output.source.name, "to": output.stored.name, "action": action, "reason": reason}
+def _config_facts(checkpoint: Checkpoint, entries: Sequence[Module | Bundle]) -> Facts:
+    """What the config has to say of the result; a stack of experts is known by the module that holds it."""
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for entry in entries:
+        if isinstance(entry, Bundle):
+            kinds[entry.name.rpartition(".")[0]].add(entry.module.kind)
+    found: dict[str, Module] = {}
+    dense: dict[str, str] = {}
+    for entry in entries:
+        module, name = (entry, entry.name) if isinstance(entry, Module) else (entry.module, entry.name)
+        parent = name.rpartition(".")[0]
+        if isinstance(entry, Bundle) and len(kinds[parent]) == 1:
+            name = parent
+        if module.kind in QUANTIZED:
+            found[name] = module
+        elif module.kind == "dense" and name and (cls := module_class(name, len(module.shape))) is not None:
+            dense[name] = cls
+    return config_facts(checkpoint, found, dense)
 
 
-def _scalars(checkpoint: Checkpoint, outputs: list[Output]) -> tuple[dict[str, Any], dict[str, np.float32]]:
-    """The numbers to store, and those whose reciprocal does not lead back to them.
-
-    ModelOpt's x becomes RN(1/x), the number that compressed-tensors' own converter stores. For about one value
-    in six 1/RN(1/x) is not x, and no neighbouring float would be either, so x is kept as provenance.
-    """
-    numbers: dict[str, Any] = {}
-    originals: dict[str, np.float32] = {}
+def _listed(outputs: Iterable[Output]) -> list[dict[str, Any]]:
+    listed: dict[tuple[str, str], dict[str, Any]] = {}
     for output in outputs:
-        kept = checkpoint.original(output.source)
-        if output.how == "copy":
-            if kept is not None and output.source.nbytes == 4:
-                originals[output.stored.name] = kept
-            continue
-        value = checkpoint.read(output.source).astype(np.float32).reshape(output.stored.shape)
-        if not output.invert:
-            numbers[output.stored.name] = value
-            if kept is not None:
-                originals[output.stored.name] = kept
-            continue
-        stored = reciprocal(value) if kept is None else np.full_like(value, kept)
-        numbers[output.stored.name] = stored
-        if not np.isfinite(stored).all() or not (stored > 0).all():
-            raise FormatError(
-                "a scale has no reciprocal in float32",
-                file=output.source.file,
-                tensor=output.source.name,
-                got=float(value.reshape(-1)[0]),
-                hint="see halfbyte verify",
-            )
-        back = reciprocal(stored)
-        if value.size == 1 and back.reshape(()) != value.reshape(()):
-            originals[output.stored.name] = np.float32(value.reshape(()))
-        elif value.size != 1 and not np.array_equal(back, value):
-            raise FormatError(
-                "several scales in one tensor do not all survive a reciprocal",
-                file=output.source.file,
-                tensor=output.source.name,
-            )
-    return numbers, originals
+        for source in output.sources:
+            action, reason = _fate(output, source)
+            key = (source.name, output.stored.name)
+            listed[key] = {"tensor": key[0], "to": key[1], "action": action, "reason": reason}
+    return list(listed.values())
+
+
+def _fate(output: Output, source: Stored) -> tuple[str, str]:
+    """What became of a tensor, and why."""
+    stored = output.stored
+    if isinstance(source, View) and source.expert is not None and len(output.pieces) == 1:
+        return "converted", "an expert's part of a stack"
+    if len(output.pieces) > 1:
+        return "converted", "part of a stack of experts"
+    if isinstance(source, View):
+        return "converted", "read otherwise than its dialect says"
+    if output.invert:
+        return "converted", "reciprocal"
+    if stored.name != source.name:
+        return "converted", "renamed; same bytes"
+    if stored.shape != source.shape or stored.dtype != source.dtype:
+        return "converted", "shape or dtype; same values"
+    return "copied", "the same in both dialects"
 
 
 def _shards(checkpoint: Checkpoint, outputs: list[Output], limit: int | None) -> dict[str, list[Output]]:
@@ -204,52 +298,49 @@ def _shards(checkpoint: Checkpoint, outputs: list[Output], limit: int | None) ->
         for shard in checkpoint.shards:
             shards[Path(shard.file).name] = []
         for output in outputs:
-            shards[Path(output.source.file).name].append(output)
+            shards[Path(output.sources[0].file).name].append(output)
         return {name: members for name, members in shards.items() if members}
     by_name = {o.stored.name: o for o in outputs}
     groups = distribute([o.stored for o in outputs], limit)
     return {n: [by_name[t.name] for t in g] for n, g in zip(shard_names(len(groups)), groups, strict=True)}
 
 
-def _metadata(checkpoint: Checkpoint, outputs: list[Output], originals: Mapping[str, np.float32]) -> dict[str, str]:
-    files = {o.source.file for o in outputs}
+def _metadata(
+    checkpoint: Checkpoint, outputs: list[Output], originals: Mapping[str, Any], stacks: Mapping[str, Stack]
+) -> dict[str, str]:
+    files = {t.file for o in outputs for t in o.sources}
     merged = {k: v for shard in checkpoint.shards if shard.file in files for k, v in shard.metadata.items()}
     merged.pop(PROVENANCE, None)
-    return merged | encode_provenance(
-        {o.stored.name: originals[o.stored.name] for o in outputs if o.stored.name in originals}
-    )
+    merged.pop(METADATA, None)
+    names = [o.stored.name for o in outputs]
+    here = {n: stack for n, stack in stacks.items() if any(name.startswith(n) for name in names)}
+    kept = {name: originals[name] for name in names if name in originals}
+    return merged | encode_provenance(kept) | encode_stacks(here)
 
 
-def _carry_all(writer: CheckpointWriter, checkpoint: Checkpoint, shards: bool, meter: Meter) -> list[dict[str, str]]:
-    """Carry every file: the configs and, with ``shards``, the weights and their index."""
+def _carry_all(writer: CheckpointWriter, checkpoint: Checkpoint, verbatim: bool) -> list[dict[str, str]]:
+    """Carry every file beside the weights: the configs and, where the shards are copied whole, their index."""
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     names = checkpoint.carried_files()
     names += [Path(n) for n in ("config.json", "hf_quant_config.json") if (folder / n).is_file()]
-    if shards:
-        names += [Path(Path(shard.file).name) for shard in checkpoint.shards]
-        names += [checkpoint.index] if checkpoint.index else []
+    names += [checkpoint.index] if verbatim and checkpoint.index else []
     for name in names:
         writer.carry(folder / name, name)
-    for shard in checkpoint.shards if shards else ():
-        size, expected = os.stat(shard.file).st_size, max((t.start + t.nbytes for t in shard.tensors), default=0)
-        if size < expected:
-            raise FormatError("the file became shorter while it was read", file=shard.file, got=size, expected=expected)
-    if shards:
-        meter.add(sum(t.nbytes for t in checkpoint.tensors.values()))
+    names += [Path(Path(shard.file).name) for shard in checkpoint.shards] if verbatim else []
     listed = [{"file": str(name), "action": "copied", "reason": "the dialect stays"} for name in names]
     return listed + dropped_files(checkpoint)
 
 
-def _prove(checkpoint: Checkpoint, result: Path, meter: Meter) -> int:
-    """Compare every tensor of the result with its source; returns how many."""
+def _prove(checkpoint: Checkpoint, modules: Sequence[Module], result: Path, meter: Meter) -> int:
+    """Compare every tensor of the result with what it is made from, expert by expert; returns how many."""
     try:
         other = open_checkpoint(result)
     except FormatError as error:
         raise FormatError(f"the proof failed: {error.message}", tensor=error.tensor, got=error.got) from None
     with other:
-        theirs = {(m.kind, m.name): m for m in other.modules}
+        theirs = {(m.kind, m.name): m for m in other.parts}
         compared = 0
-        for module in checkpoint.modules:
+        for module in modules:
             twin = theirs.pop((module.kind, module.name), None)
             if twin is None or set(twin.roles) != set(module.roles):
                 got = None if twin is None else f"{twin.kind}: {', '.join(twin.roles)}"
@@ -258,7 +349,7 @@ def _prove(checkpoint: Checkpoint, result: Path, meter: Meter) -> int:
                 same = (
                     _meaning(checkpoint, module, role) == _meaning(other, twin, role)
                     if role in ("scale2", "input_scale", "scale")
-                    else _same_bytes(checkpoint, mine, other, twin.roles[role])
+                    else _same_bytes(mine, twin.roles[role])
                 )
                 if not same:
                     raise FormatError("the proof failed: a tensor differs from its source", tensor=mine.name)
@@ -267,7 +358,7 @@ def _prove(checkpoint: Checkpoint, result: Path, meter: Meter) -> int:
             companions = {t.name: t for t in twin.unknown}
             for mine in module.unknown:
                 there = companions.pop(mine.name, None)
-                if there is None or not _same_bytes(checkpoint, mine, other, there):
+                if there is None or not _same_bytes(mine, there):
                     raise FormatError("the proof failed: a tensor differs from its source", tensor=mine.name)
                 meter.add(mine.nbytes)
                 compared += 1
@@ -283,14 +374,16 @@ def _meaning(checkpoint: Checkpoint, module: Module, role: str) -> bytes:
     return bytes(checkpoint.dialect.meaning(module, role, value, checkpoint.original).tobytes())
 
 
-def _same_bytes(a: Checkpoint, mine: Stored, b: Checkpoint, theirs: Stored) -> bool:
+def _same_bytes(mine: Stored, theirs: Stored) -> bool:
     if mine.nbytes != theirs.nbytes:
         return False
-    buffers = [np.empty(min(CHUNK, mine.nbytes), np.uint8) for _ in range(2)]
-    for start in range(0, mine.nbytes, CHUNK):
-        pieces = [buffer[: min(CHUNK, mine.nbytes - start)] for buffer in buffers]
-        a.read_into(mine, start, pieces[0])
-        b.read_into(theirs, start, pieces[1])
+    made = any(isinstance(t, View) and t.steps for t in (mine, theirs))
+    step = max(mine.nbytes, 1) if made else CHUNK  # what is made is made whole
+    buffers = [np.empty(min(step, mine.nbytes), np.uint8) for _ in range(2)]
+    for start in range(0, mine.nbytes, step):
+        pieces = [buffer[: min(step, mine.nbytes - start)] for buffer in buffers]
+        read_into(mine, start, pieces[0])
+        read_into(theirs, start, pieces[1])
         if not np.array_equal(pieces[0], pieces[1]):
             return False
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from halfbyte.checkpoint.consistency import header_findings
-from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
+from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint, without_collection
 from halfbyte.findings import Report, in_order
 from halfbyte.modules import Module, kv_format, nested_section, quant_section
 from halfbyte.numerics import E4M3_VALUES
@@ -20,9 +21,11 @@ from halfbyte.patterns import is_router, module_class
 from halfbyte.tools.base import chosen
 
 _BESIDE = ("bias", "k_scale", "v_scale")
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _KINDS = ("nvfp4", "fp8", "dense", "other")
 
 
+@without_collection()
 def inspect(
     path: str | os.PathLike[str], *, stats: bool = False, include: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> Report:
@@ -77,12 +80,6 @@ def _kind(module: Module) -> str:
     return "other" if module.kind == "none" else module.kind
 
 
-def _size(modules: list[Module]) -> dict[str, Any]:
-    parameters = sum(prod(m.shape) for m in modules)
-    nbytes = sum(t.nbytes for m in modules for role, t in m.roles.items() if role not in _BESIDE)
-    return _sized(len(modules), parameters, nbytes)
-
-
 def _sum(groups: list[dict[str, Any]]) -> dict[str, Any]:
     return _sized(*(sum(group[key] for group in groups) for key in ("modules", "parameters", "bytes")))
 
@@ -95,18 +92,21 @@ def _sized(modules: int, parameters: int, nbytes: int) -> dict[str, Any]:
 def _groups(modules: list[Module]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str], list[Module]] = {}
     for module in modules:
-        key = (re.sub(r"\.\d+(?=\.|$)", ".*", module.name), _kind(module))
+        key = (_NUMBER.sub(".*", module.name), _kind(module))
         groups.setdefault(key, []).append(module)
     listed = []
     for (name, kind), members in groups.items():
         main = members[0].main
-        shapes = sorted({m.shape for m in members})
+        counts = Counter(m.shape for m in members)
+        shapes = sorted(counts)
+        parameters = sum(prod(shape) * count for shape, count in counts.items())
+        nbytes = sum(t.nbytes for m in members for role, t in m.roles.items() if role not in _BESIDE)
         cls = "Router" if is_router(name) else module_class(name, len(shapes[0])) if kind != "other" else None
         listed.append(
             {"name": name, "kind": kind, "class": cls, "dtype": main.dtype if main else None}
             | {"shapes": [list(shape) for shape in shapes]}
             | {"has": sorted(set().union(*(m.roles for m in members)) - {"codes", "data", "scales"})}
-            | _size(members)
+            | _sized(len(members), parameters, nbytes)
         )
     return listed
 

@@ -1,41 +1,42 @@
-"""``quantize``: a dense checkpoint to NVFP4, one tensor in memory for each thread."""
+"""``quantize``: a dense checkpoint to NVFP4, in pieces of some megabytes."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
-import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from halfbyte.casts import dense_rows
 from halfbyte.checkpoint.consistency import config_facts, quantized
-from halfbyte.checkpoint.reader import Checkpoint, encode_provenance, open_checkpoint
-from halfbyte.checkpoint.writer import CheckpointWriter, Shard, check_target, distribute, parse_size, shard_names
-from halfbyte.dialects import Dialect, Facts, dialect_named
+from halfbyte.checkpoint.outputs import Made, source_bytes
+from halfbyte.checkpoint.reader import Checkpoint, encode_provenance
+from halfbyte.checkpoint.writer import CheckpointWriter, Shard, distribute, parse_size, shard_names, write_pieces
+from halfbyte.dialects import Dialect, Output, dialect_named
 from halfbyte.errors import HalfbyteError, UsageError
+from halfbyte.experts import expand
 from halfbyte.findings import Finding, Report
-from halfbyte.modules import Module
+from halfbyte.modules import QUANTIZED, Module, refuse_broken, refuse_companions
 from halfbyte.numerics import BLOCK, reciprocal
 from halfbyte.patterns import Patterns, fused_group, is_head, is_router, module_class
 from halfbyte.recipes import LIKES, Like, Recipe, TensorScale, finite_amax, quantize_array, recipe_named
-from halfbyte.stored import FLOATS, Stored, byte_count
-from halfbyte.tools.base import (
-    Job,
-    Meter,
-    Progress,
-    copy_jobs,
-    directory_bytes,
-    idle,
-    run,
-    worker_count,
-    write_side_files,
-)
+from halfbyte.stored import DTYPE_BITS, FLOATS, Stored, View, byte_count
+from halfbyte.tasks import Job, Step, Task, Where
+from halfbyte.tools.base import File, Progress, Work, Writing, idle, opened, pieces, write_checkpoint, write_side_files
+
+_WHOLE = 32 << 20
+"""Bytes of a dense tensor that is read once; a larger one is read twice, for its largest value and to encode it."""
+
+_PIECE = 16 << 20
+"""Bytes of it that are read at once then."""
+
+_SCRATCH = 16 << 20
+"""Memory for the temporaries of a recipe, which works on a quarter of a million values at a time."""
 
 
 def quantize_checkpoint(
@@ -51,79 +52,58 @@ def quantize_checkpoint(
     max_shard_size: str = "5GB",
     force: bool = False,
     dry_run: bool = False,
+    resume: bool = False,
     workers: int | None = None,
+    executor: Where = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Quantize the weights of a dense checkpoint and write it in a dialect.
+    """Quantize the weights of a dense, FP8 or MXFP4 checkpoint and write it in a dialect.
 
     Args:
         src: a directory, a file, or a hub name.
         dst: the directory to make.
         recipe, like: as for ``halfbyte.quantize``.
         to: the dialect to write, "modelopt" or "compressed-tensors".
-        targets: patterns of modules to quantize instead of the default: every floating 2-D weight with
-            K % 16 == 0 but embeddings, ``lm_head`` and routers.
+        targets: patterns of modules to quantize instead of the default: every dense, FP8 or MXFP4 weight with two
+            axes and K % 16 == 0, but embeddings, ``lm_head`` and routers. Stacks of experts count as the layers that
+            they hold, and are written as such.
         ignore: patterns of modules to leave dense.
         share_scale2: one scale2 for the parts that engines fuse (q/k/v, gate/up).
         max_shard_size: such as "5GB".
-        force: replace ``dst`` if it exists.
-        dry_run: plan and sizes; writes nothing.
-        workers: threads; by default one for each core.
+        force: replace ``dst`` if it exists; start over where a killed run has left unfinished work.
+        dry_run: plan, sizes and peak memory; writes nothing.
+        resume: go on with what a killed run of the same call has left, if there is any.
+        workers: tasks at once; by default one for each core.
+        executor: runs the tasks instead of threads; "processes" starts some where there is enough work, which a
+            script must then call for under ``if __name__ == "__main__":``.
         progress: told of source bytes done.
 
     Returns:
-        A report; its facts are "src", "dst", "dialect", "quantized" and "skipped" (name and reason of
-        each), "files", "bytes_in", "bytes_out", "peak_bytes" (an estimate) and "seconds".
+        A report; its facts are "src", "dst", "dialect", "quantized", "skipped" and "dropped" (name and reason of
+        each), "files", "bytes_in", "bytes_out", "workers", "peak_bytes" (the most memory that the run adds) and
+        "seconds".
 
     Raises:
         HalfbyteError: a source that cannot be read or quantized, a target that may not be written.
             Nothing is left behind.
     """
-    started = time.perf_counter()
+    how = Writing(dst, force, dry_run, resume, workers, executor, progress)
     chosen, target, size = recipe_named(recipe), dialect_named(to), parse_size(max_shard_size)
     if like not in LIKES:
         raise UsageError("unknown peer", got=repr(like), expected=" or ".join(LIKES))
-    threads = worker_count(workers)
-    with open_checkpoint(src) as checkpoint:
-        check_target(Path(dst), force, checkpoint.path)
+    with opened(src, how) as checkpoint:
         wanted, unwanted = Patterns(targets), Patterns(ignore)
-        chosen_modules, skipped = _choose(checkpoint, wanted, unwanted)
-        findings = idle(wanted, unwanted)
-        plan = _Plan(checkpoint, target, chosen, like, _shared(chosen_modules) if share_scale2 else {})
-        outputs = [t for module in checkpoint.modules for t in plan.outputs(module, module.name in chosen_modules)]
-        shards = distribute(outputs, size)
-        facts: dict[str, Any] = {
-            "src": str(checkpoint.path),
-            "dst": str(dst),
-            "dialect": target.name,
-            "recipe": chosen.name,
-            "quantized": [{"name": m.name, "shape": list(m.shape)} for m in chosen_modules.values()],
-            "skipped": skipped,
-            "bytes_in": sum(t.nbytes for t in checkpoint.tensors.values()),
-            "bytes_out": sum(byte_count(t.dtype, t.shape) for t in outputs),
-            "peak_bytes": plan.peak_bytes(chosen_modules, threads),
-        }
-        if dry_run:
-            return Report("quantize", tuple(findings), facts | {"dry_run": True, "shards": len(shards)})
-        with CheckpointWriter(Path(dst), force) as writer:
-            meter = Meter(facts["bytes_in"], progress)
-            for name, tensors in zip(shard_names(len(shards)), shards, strict=True):
-                plan.write(writer, name, tensors, chosen_modules, meter, threads)
-            section, extra = target.config(plan.facts(chosen_modules))
-            facts["files"] = write_side_files(writer, checkpoint, section, extra, False)
-            findings += plan.findings(chosen_modules)
-            facts["bytes_on_disk"] = directory_bytes(writer.seal())
-            writer.commit()
-        facts["seconds"] = round(time.perf_counter() - started, 3)
-        return Report("quantize", tuple(findings), facts)
+        modules, skipped = _choose(checkpoint, wanted, unwanted)
+        work = _Quantize(checkpoint, target, chosen, like, modules, share_scale2, size, idle(wanted, unwanted))
+        work.facts |= {"dst": str(dst), "skipped": skipped}
+        return write_checkpoint(work, how)
 
 
 def _choose(
     checkpoint: Checkpoint, wanted: Patterns, unwanted: Patterns
 ) -> tuple[dict[str, Module], list[dict[str, str]]]:
     """The modules to quantize by name, and the other weights with the reason why not."""
-    checkpoint.require_readable()
-    if done := quantized(checkpoint):
+    if done := [m for m in quantized(checkpoint) if m.kind == "nvfp4"]:
         raise UsageError(
             "the checkpoint is quantized already",
             file=str(checkpoint.path),
@@ -132,27 +112,30 @@ def _choose(
             hint="run halfbyte dequantize first, or halfbyte convert to change the dialect",
         )
     chosen, skipped = {}, []
-    for module in checkpoint.modules:
+    for module in checkpoint.parts:
         reason = _reason_to_skip(module, wanted, unwanted)
         if reason is None:
+            if module.kind != "dense":
+                refuse_broken(module)
+                refuse_companions(module, (), "would be lost")
             chosen[module.name] = module
         elif module.main is not None:
             skipped.append({"name": module.main.name, "reason": reason})
     if not chosen:
         hint = "see halfbyte inspect" if wanted else "see halfbyte inspect, or name targets"
         raise UsageError("there is no weight to quantize", file=str(checkpoint.path), hint=hint)
-    return chosen, skipped
+    return chosen, list({entry["name"]: entry for entry in skipped}.values())
 
 
 def _reason_to_skip(module: Module, targets: Patterns, ignore: Patterns) -> str | None:
-    if module.kind != "dense":
-        return "not a weight"
+    if module.kind not in ("dense", "fp8", "mxfp4"):
+        return "a format that is not read" if module.kind == "unread" else "not a weight"
     cls = module_class(module.name, len(module.shape))
     if cls is None:
         return "not a matrix"
     pattern, target = ignore.first(module.name, cls), targets.first(module.name, cls)
-    if module.main is not None and module.main.dtype not in FLOATS:
-        return f"dtype {module.main.dtype}"
+    if module.kind == "dense" and module.roles["data"].dtype not in FLOATS:
+        return f"dtype {module.roles['data'].dtype}"
     if pattern:
         return f"ignored by {pattern}"
     if module.shape[1] % BLOCK:
@@ -175,21 +158,66 @@ def _shared(modules: Mapping[str, Module]) -> dict[str, list[Module]]:
     return {part.name: parts for parts in groups.values() for part in parts}
 
 
-@dataclass
-class _Plan:
-    """What is written for each module, and how."""
+class _Quantize(Work):
+    """Codes, scales and scale2 of the chosen modules, and copies of all else."""
 
-    checkpoint: Checkpoint
-    target: Dialect
-    recipe: Recipe
-    like: Like
-    shared: Mapping[str, list[Module]]
+    command = "quantize"
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        target: Dialect,
+        recipe: Recipe,
+        like: Like,
+        modules: Mapping[str, Module],
+        share: bool,
+        size: int,
+        findings: list[Finding],
+    ) -> None:
+        self.checkpoint, self.target, self.recipe, self.like = checkpoint, target, recipe, like
+        self._modules, self._found = modules, findings
+        self._groups = _shared(modules)
+        self._shared = self._groups if share else {}
         self._scales: dict[str, TensorScale] = {}
-        self._locks = {parts[0].name: threading.Lock() for parts in self.shared.values()}
         # The stored number and the recipe's are reciprocals of each other, so the one may not give the other back.
-        self._may_round = self.target.divides != (self.like == "compressed-tensors")
+        self._may_round = target.divides != (like == "compressed-tensors")
+        parts = _whole_stacks(checkpoint, modules)
+        carried = [o for module in parts for o in self._beside(module)]
+        self._made = Made.of(checkpoint, carried)
+        beside = iter(self._made.outputs)
+        outputs: list[Stored] = []
+        for module in parts:
+            outputs += self._names(module).values() if self._chosen(module) else ()
+            outputs += [next(beside).stored for _ in self._beside(module)]
+        self._outputs = {o.stored.name: o for o in self._made.outputs}
+        self._dense = {m.name: c for m in parts if (c := _dense_class(m)) is not None and not self._chosen(m)}
+        self._kept = {m.name: m for m in parts if m.kind in QUANTIZED and not self._chosen(m)}
+        shards = distribute(outputs, size)
+        self._members: dict[str, list[Module]] = {}
+        self.files = {n: self._file(n, t) for n, t in zip(shard_names(len(shards)), shards, strict=True)}
+        self.options = {
+            "recipe": recipe.name,
+            "like": like,
+            "to": target.name,
+            "share_scale2": share,
+            "max_shard_size": size,
+            "quantized": list(modules),
+        }
+        self.facts = {
+            "src": str(checkpoint.path),
+            "dialect": target.name,
+            "recipe": recipe.name,
+            "quantized": [{"name": m.name, "shape": list(m.shape)} for m in modules.values()],
+            "dropped": [
+                {"name": m.roles["input_scale"].name, "reason": "of FP8 activations"}
+                for m in modules.values()
+                if "input_scale" in m.roles
+            ],
+            "bytes_in": sum(t.nbytes for t in checkpoint.tensors.values()),
+            "bytes_out": sum(byte_count(t.dtype, t.shape) for t in outputs),
+        }
+        largest = max(rows.task_bytes for m in modules.values() for rows in _split(m))
+        self.task_bytes = max(_SCRATCH + largest, self._made.task_bytes)
 
     def _names(self, module: Module) -> dict[str, Stored]:
         """Role -> tensor to write for a quantized module."""
@@ -201,109 +229,209 @@ class _Plan:
             "scale2": Stored(module.member(suffix["scale2"]), "F32", self.target.scalar_shape),
         }
 
-    def outputs(self, module: Module, chosen: bool) -> list[Stored]:
-        """The tensors to write for a module."""
-        if not chosen:
-            return module.tensors
-        return [*self._names(module).values(), *(t for role, t in module.roles.items() if role != "data")]
+    def _chosen(self, module: Module) -> bool:
+        return self._modules.get(module.name) is module
 
-    def facts(self, chosen: Mapping[str, Module]) -> Facts:
-        """What the config has to say."""
-        modules = {name: Module(name, "nvfp4", self._names(m)) for name, m in chosen.items()}
-        return config_facts(self.checkpoint, modules)
+    def _beside(self, module: Module) -> list[Output]:
+        """What is written for a module that stays, or beside one that is quantized."""
+        if not self._chosen(module):
+            return self.target.outputs(module, self.checkpoint.dialect)
+        roles = {role: t for role, t in module.roles.items() if role in ("bias", "k_scale", "v_scale")}
+        return self.target.outputs(Module(module.name, "dense", roles, module.unknown), self.checkpoint.dialect)
 
-    def findings(self, chosen: Mapping[str, Module]) -> list[Finding]:
-        """Parts that engines fuse, quantized with different scale2."""
-        groups = {id(p): p for p in _shared(chosen).values()}.values()
-        unequal = sum(len({float(self._scales[m.name].scale2) for m in parts}) > 1 for parts in groups)
-        if not unequal:
-            return []
-        hint = "pass --share-scale2 for engines that fuse them"
-        return [Finding("HB110", got=f"{unequal} of {len(groups)} fused layers (q/k/v, gate/up)", hint=hint)]
-
-    def peak_bytes(self, chosen: Mapping[str, Module], threads: int) -> int:
-        """An estimate of the memory that the arrays need at their peak."""
-        dense = sorted((m.main.nbytes for m in chosen.values() if m.main), reverse=True)[:threads]
-        return sum(dense) + sum(dense) // 3 + threads * (24 << 20)
-
-    def write(
-        self,
-        writer: CheckpointWriter,
-        name: str,
-        tensors: Sequence[Stored],
-        chosen: Mapping[str, Module],
-        meter: Meter,
-        threads: int,
-    ) -> None:
-        """Write one shard."""
+    def _file(self, name: str, tensors: Sequence[Stored]) -> File:
         names = {t.name for t in tensors}
-        mine = [m for m in chosen.values() if any(t.name in names for t in self._names(m).values())]
-        largest = {self._names(m)["scale2"].name: np.float32(0) for m in mine} if self._may_round else {}
-        shard = writer.shard(name, tensors, {"format": "pt"}, encode_provenance(largest))
-        copied = [(t.name, t) for t in tensors if t.file]
-        jobs: list[Job] = [partial(self._quantize, module, shard, names, meter) for module in mine]
-        run(jobs + copy_jobs(self.checkpoint, shard, copied, meter), threads, meter)
-        shard.finish(encode_provenance(self._originals(mine, names)))
+        carried = [self._outputs[t.name] for t in tensors if t.name in self._outputs]
+        mine = [m for m in self._modules.values() if any(t.name in names for t in self._names(m).values())]
+        self._members[name] = mine
+        encoded = sum(_weight_bytes(m) for m in mine if self._names(m)["codes"].name in names)
+        room = {self._names(m)["scale2"].name: np.float32(0) for m in mine} if self._may_round else {}
+        nbytes = encoded + source_bytes(carried)
+        return File(tensors, nbytes, self._made.copies(carried), room=encode_provenance(room))
 
-    def _originals(self, modules: Sequence[Module], names: set[str]) -> dict[str, np.float32]:
-        """Numbers that the stored form does not give back, by tensor."""
-        kept: dict[str, np.float32] = {}
-        for module in modules if self._may_round else ():
+    def steps(self, name: str, shard: Shard) -> Sequence[Step]:
+        groups: dict[str, list[Module]] = defaultdict(list)
+        for module in self._members[name]:
+            groups[self._shared.get(module.name, [module])[0].name].append(module)
+        carried = [self._outputs[t.name] for t in self.files[name].tensors if t.name in self._outputs]
+        jobs = [self._group(members, shard) for members in groups.values()]
+        return [*jobs, *self._made.tasks(carried, shard)]
+
+    def _group(self, members: Sequence[Module], shard: Shard) -> Job:
+        """The job for modules of one shard that have the same scale2."""
+        first = members[0]
+        parts = self._shared.get(first.name, [first])
+        written = any(self._names(first)[role].name in shard.tensors for role in ("codes", "scales"))
+        if first.name not in self._scales and (len(parts) > 1 or len(_split(first)) > 1 or not written):
+            amax = yield [Task(partial(_amax, rows)) for part in parts for rows in _split(part)]
+            scale = self.recipe.tensor_scale(np.float32(max(amax)), self.like)
+            self._scales.update({part.name: scale for part in parts})
+        used = yield [task for module in members for task in self._encoders(module, shard)]
+        if first.name not in self._scales:
+            self._scales[first.name] = used[0]
+        numbers = []
+        for module in members:
+            name = self._names(module)["scale2"].name
+            if name in shard.tensors:
+                stored = self._stored_number(self._scales[module.name])
+                numbers.append((shard.piece(name), np.full(self.target.scalar_shape, stored, np.float32)))
+        yield [Task(partial(write_pieces, numbers))] if numbers else []
+
+    def _encoders(self, module: Module, shard: Shard) -> list[Task]:
+        """The tasks that write the codes and scales of a module as far as they are of this shard."""
+        names = {role: stored.name for role, stored in self._names(module).items()}
+        wanted = [role for role in ("codes", "scales") if names[role] in shard.tensors]
+        scale, k = self._scales.get(module.name), module.shape[1]
+        tasks = []
+        for rows in _split(module) if wanted else ():
+            width = {"codes": k // 2, "scales": k // BLOCK}
+            targets = {
+                role: shard.piece(names[role], rows.a * width[role], (rows.b - rows.a) * width[role]) for role in wanted
+            }
+            encode = partial(_encode, rows, self.recipe.name, self.like, scale, targets)
+            tasks.append(Task(encode, rows.nbytes if "codes" in wanted else 0))
+        return tasks
+
+    def ending(self, name: str) -> tuple[dict[str, str], Any]:
+        members = self._members[name]
+        originals: dict[str, np.float32] = {}
+        for module in members if self._may_round else ():
             scale, tensor = self._scales[module.name], self._names(module)["scale2"].name
             other = scale.scale2 if self.target.divides else scale.divisor
-            if tensor in names and other is not None:
+            if tensor in {t.name for t in self.files[name].tensors} and other is not None:
                 stored = self._stored_number(scale)
                 if reciprocal(stored) != other and reciprocal(other) == stored:
-                    kept[tensor] = other
-        return kept
+                    originals[tensor] = other
+        kept = {
+            m.name: [_bits(s) for s in (self._scales[m.name].scale2, self._scales[m.name].divisor)] for m in members
+        }
+        return encode_provenance(originals), {"scales": kept}
+
+    def recall(self, kept: Any) -> None:
+        for name, (scale2, divisor) in kept["scales"].items():
+            self._scales[name] = TensorScale(_number(scale2), None if divisor is None else _number(divisor))
 
     def _stored_number(self, scale: TensorScale) -> np.float32:
         if not self.target.divides:
             return scale.scale2
         return np.float32(reciprocal(scale.scale2)) if scale.divisor is None else scale.divisor
 
-    def _quantize(self, module: Module, shard: Shard, names: set[str], meter: Meter) -> None:
-        stored = self._names(module)
-        scale = self._shared_scale(module) if module.name in self.shared else None
-        dense = self._dense(module)
+    def side_files(self, writer: CheckpointWriter) -> list[dict[str, str]]:
+        modules = {name: Module(name, "nvfp4", self._names(m)) for name, m in self._modules.items()} | self._kept
+        section, extra = self.target.config(config_facts(self.checkpoint, modules, self._dense))
+        return write_side_files(writer, self.checkpoint, section, extra, False)
+
+    def findings(self) -> list[Finding]:
+        """Idle patterns; and, when their scales are known, parts that engines fuse and that differ in scale2."""
+        groups = list({id(parts): parts for parts in self._groups.values()}.values()) if self._scales else []
+        unequal = sum(len({float(self._scales[m.name].scale2) for m in parts}) > 1 for parts in groups)
+        hint = "pass --share-scale2 for engines that fuse them"
+        got = f"{unequal} of {len(groups)} fused layers (q/k/v, gate/up)"
+        return self._found + ([Finding("HB110", got=got, hint=hint)] if unequal else [])
+
+
+def _whole_stacks(checkpoint: Checkpoint, chosen: Mapping[str, Module]) -> list[Module]:
+    """The modules, where a stack of experts of which some are quantized counts as the layers that it holds."""
+    found: list[Module] = []
+    parts = iter(checkpoint.parts)
+    for module in checkpoint.modules:
+        layers = [next(parts) for _ in expand(module)]
+        split = module.stack is not None and any(chosen.get(m.name) is m for m in layers)
+        found += layers if split or module.stack is None else [module]
+    return found
+
+
+def _dense_class(module: Module) -> str | None:
+    """The class of a dense matrix, by which a config may know it."""
+    return module_class(module.name, len(module.shape)) if module.kind == "dense" and module.name else None
+
+
+def _weight_bytes(module: Module) -> int:
+    """Bytes of the tensors that become codes and scales."""
+    return sum(t.nbytes for role, t in module.roles.items() if role in ("data", "scale", "codes", "scales"))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows a..b of a module, read in one piece.
+
+    Attributes:
+        module: what is quantized.
+        a, b: the rows.
+        nbytes: source bytes.
+    """
+
+    module: Module
+    a: int
+    b: int
+    nbytes: int
+
+    @property
+    def task_bytes(self) -> int:
+        """Memory for the rows and for what is made of them."""
+        count = (self.b - self.a) * self.module.shape[1]
+        made = sum(t.nbytes + t.region for t in self.module.roles.values() if isinstance(t, View) and t.steps)
+        return count * _item(self.module) + count * 9 // 16 + self.nbytes + made
+
+    def read(self) -> Any:
+        """(b - a, K) in the dtype of the module, or f32.
+
+        Raises:
+            HalfbyteError: the file cannot be read, or the rows do not form a weight.
+        """
+        return dense_rows(self.module, self.a, self.b)
+
+
+def _item(module: Module) -> int:
+    """Bytes of a value as it is read: FP8 and MXFP4 become f32, through another f32 array."""
+    return DTYPE_BITS[module.roles["data"].dtype] // 8 if module.kind == "dense" else 8
+
+
+def _split(module: Module) -> list[_Rows]:
+    """A module in the pieces in which it is read."""
+    (n, k), nbytes = module.shape, _weight_bytes(module)
+    width = k * _item(module)
+    if n * width <= _WHOLE:
+        return [_Rows(module, 0, n, nbytes)]
+    ranges = pieces(n, width, _PIECE, 1 if module.kind == "dense" else 128)
+    return [_Rows(module, a, b, nbytes * b // n - nbytes * a // n) for a, b in ranges]
+
+
+def _amax(rows: _Rows) -> np.float32:
+    with _located(rows):
+        return finite_amax(rows.read())
+
+
+def _encode(
+    rows: _Rows, recipe: str, like: Like, scale: TensorScale | None, targets: Mapping[str, Stored]
+) -> TensorScale:
+    """Write the codes and scales of rows; a scale2 that is not given is that of these rows. Returns it."""
+    chosen, dense = recipe_named(recipe), rows.read()
+    with _located(rows):
         if scale is None:
-            scale = self._scales[module.name] = self.recipe.tensor_scale(self._amax(module, dense), self.like)
-        if stored["scale2"].name in names:
-            number = np.full(self.target.scalar_shape, self._stored_number(scale), np.float32)
-            shard.write(stored["scale2"].name, number)
-        wanted = [role for role in ("codes", "scales") if stored[role].name in names]
-        if wanted:
-            try:
-                arrays = dict(
-                    zip(("codes", "scales"), quantize_array(dense, self.recipe, scale, self.like), strict=True)
-                )
-            except HalfbyteError as error:
-                raise self._located(error, module) from None
-            for role in wanted:
-                shard.write(stored[role].name, arrays[role])
-        if "codes" in wanted and module.main is not None:
-            meter.add(module.main.nbytes)
+            scale = chosen.tensor_scale(finite_amax(dense), like)
+        arrays = dict(zip(("codes", "scales"), quantize_array(dense, chosen, scale, like), strict=True))
+    write_pieces([(target, arrays[role]) for role, target in targets.items()])
+    return scale
 
-    def _dense(self, module: Module) -> Any:
-        return self.checkpoint.read(module.roles["data"])
 
-    def _shared_scale(self, module: Module) -> TensorScale:
-        """The scale of the fused layer, from one part after the other; the first part that asks computes it."""
-        parts = self.shared[module.name]
-        with self._locks[parts[0].name]:
-            if module.name not in self._scales:
-                amax = max(self._amax(part, self._dense(part)) for part in parts)
-                scale = self.recipe.tensor_scale(amax, self.like)
-                self._scales.update({part.name: scale for part in parts})
-        return self._scales[module.name]
+@contextlib.contextmanager
+def _located(rows: _Rows) -> Iterator[None]:
+    """Give an error about rows the tensor's name and the position in it."""
+    try:
+        yield
+    except HalfbyteError as error:
+        main = rows.module.main
+        if main is not None:
+            error.file, error.tensor = main.file, main.name
+            if error.index is not None:
+                error.index = main.place([error.index[0] + rows.a, *error.index[1:]])
+        raise
 
-    def _amax(self, module: Module, dense: Any) -> np.float32:
-        try:
-            return finite_amax(dense)
-        except HalfbyteError as error:
-            raise self._located(error, module) from None
 
-    def _located(self, error: HalfbyteError, module: Module) -> HalfbyteError:
-        tensor = module.roles["data"]
-        error.file, error.tensor = tensor.file, tensor.name
-        return error
+def _bits(number: np.float32 | None) -> int | None:
+    return None if number is None else int(number.view(np.uint32))
+
+
+def _number(bits: int) -> np.float32:
+    return np.uint32(bits).view(np.float32)
