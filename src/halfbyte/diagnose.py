@@ -8,6 +8,10 @@ own: a block's largest magnitude is 6 steps, the 15 others err by at most 1 step
 15 / (36 + 15 * 25) is 0.19 squared. Only blocks with a subnormal scale can lose more, and those are below 1/28672 of
 the tensor's largest value. E4M3 rounds a value by at most 1/16. The readings that are wrong cost much more: scales in
 another order 0.3, nibbles exchanged or another tensor 1.4, on Gaussian weights.
+
+MXFP4 has powers of two for scales: 0.112 to 0.119 of a Gaussian weight's norm, as the scale is rounded (measured). A
+block loses at most a third of its own where the scale is rounded down, as the OCP rule does: its largest magnitude
+is 4 steps or more, the 31 others lose a quarter of a step and no more, and 31 / 16 / (16 + 31 / 16) is 0.33 squared.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -28,18 +32,21 @@ from halfbyte.numerics import (
     E2M1_MAX,
     E4M3_MAX,
     FULL_SCALE,
+    MX_BLOCK,
     Array,
     decode_e4m3,
+    decode_e8m0,
     encode_e2m1,
     encode_e4m3,
     pack_nibbles,
     unpack_nibbles,
 )
-from halfbyte.weight import Fp8Weight, Weight
+from halfbyte.weight import Fp8Weight, Mxfp4Weight, Weight
 
-CALM: Final = {"nvfp4": 0.11, "fp8": 1 / 16}
+CALM: Final = {"nvfp4": 0.11, "fp8": 1 / 16, "mxfp4": 0.14}
 """Kind -> the relative error up to which nothing is looked at again."""
 FAR: Final = 0.2
+FAR_MX: Final = 1 / 3
 """Above what rounding to nearest costs any tensor: the values are others, or stand elsewhere."""
 _SLACK = 1.5
 """A recipe that minds the outputs (GPTQ) may err more than rounding to nearest, by this factor before it is told;
@@ -96,19 +103,19 @@ class Entry:
         hint: what to do.
         read: gives the weight as it was meant.
         tile: N and K/16 must be multiples of it.
-        kind: of the weights that it is for.
+        kinds: of the weights that it is for.
     """
 
     name: str
     hint: str
     read: Callable[[Any], Any]
     tile: tuple[int, int] = (1, 1)
-    kind: str = "nvfp4"
+    kinds: tuple[str, ...] = ("nvfp4",)
 
     def fits(self, weight: Any) -> bool:
         """Whether the bytes of ``weight`` can be read so."""
         n, k = weight.shape
-        return bool(weight.kind == self.kind and n % self.tile[0] == 0 and -(-k // BLOCK) % self.tile[1] == 0)
+        return bool(weight.kind in self.kinds and n % self.tile[0] == 0 and -(-k // BLOCK) % self.tile[1] == 0)
 
 
 @dataclass(frozen=True)
@@ -135,17 +142,25 @@ ATOMS: Final = {
 """The orders of swizzled block scales."""
 
 
-def swap_nibbles(weight: Weight) -> Weight:
+_Any: TypeAlias = Weight | Fp8Weight | Mxfp4Weight
+
+
+def swap_nibbles(weight: Any) -> Any:
     """The two codes of each byte exchanged."""
-    codes = weight.codes
-    return weight.replace(codes=(codes << 4) | (codes >> 4))
+    return _with_codes(weight, (weight.codes << 4) | (weight.codes >> 4))
 
 
-def join_halves(weight: Weight) -> Weight:
-    """Byte j of a block holds codes j and j + 8, as in GGUF."""
+def join_halves(weight: Any) -> Any:
+    """Byte j of a block holds codes j and j + 8 (j + 16 in MXFP4), as in GGUF."""
     codes = unpack_nibbles(weight.codes)
-    blocks = codes.reshape(*weight.scales.shape, BLOCK // 2, 2)
-    return weight.replace(codes=pack_nibbles(np.swapaxes(blocks, -1, -2).reshape(codes.shape)))
+    blocks = codes.reshape(*weight.scales.shape, -1, 2)
+    return _with_codes(weight, pack_nibbles(np.swapaxes(blocks, -1, -2).reshape(codes.shape)))
+
+
+def _with_codes(weight: Any, codes: Any) -> Any:
+    if isinstance(weight, Mxfp4Weight):
+        return Mxfp4Weight(codes=codes, scales=weight.scales, k=weight.shape[-1])
+    return weight.replace(codes=codes)
 
 
 def unswizzle(weight: Weight, atom: str = "128x4") -> Weight:
@@ -195,6 +210,7 @@ def _rescaled(read: Callable[[Any], Any]) -> Callable[[Fp8Weight], Fp8Weight]:
 
 
 _HIGH = "it reads right with --nibble-order high, as ComfyUI and BFL store it"
+_GGUF = "it is in GGUF's order: convert it from the GGUF file again"
 _SCALE2 = "write it again as the multiplier amax / 2688 (weight_scale_2) or its reciprocal (weight_global_scale)"
 
 
@@ -217,8 +233,8 @@ NIBBLE_ORDERS: Final = ("low", "high")
 SCALE_LAYOUTS: Final = ("linear", "128x4")
 
 READINGS: Final[tuple[Entry, ...]] = (
-    Entry("nibbles swapped", _HIGH, swap_nibbles),
-    Entry("nibbles in halves of a block", "it is in GGUF's order: convert it from the GGUF file again", join_halves),
+    Entry("nibbles swapped", _HIGH, swap_nibbles, kinds=("nvfp4", "mxfp4")),
+    Entry("nibbles in halves of a block", _GGUF, join_halves, kinds=("nvfp4", "mxfp4")),
     *_atom_entries(),
     Entry("scale2 inverted", f"a divisor stands where a multiplier is meant, or the reverse: {_SCALE2}", _invert),
     Entry("scale2 that belongs to nobody", "the block scales alone are right: write scale2 = 1", _drop),
@@ -234,8 +250,8 @@ READINGS: Final[tuple[Entry, ...]] = (
         lambda w: w.replace(pre_scale=None),
     ),
     Entry("pre_scale inverted", "write pre_quant_scale as what activations are multiplied by", _invert_pre),
-    Entry("FP8 scale inverted", "write the multiplier amax / 448", _rescaled(lambda s: 1 / s), kind="fp8"),
-    Entry("FP8 scale that is amax", "write it divided by 448", _rescaled(lambda s: s / E4M3_MAX), kind="fp8"),
+    Entry("FP8 scale inverted", "write the multiplier amax / 448", _rescaled(lambda s: 1 / s), kinds=("fp8",)),
+    Entry("FP8 scale that is amax", "write it divided by 448", _rescaled(lambda s: s / E4M3_MAX), kinds=("fp8",)),
 )
 """Every reading that is tried; a new one is one entry."""
 
@@ -257,7 +273,8 @@ def reinterpret(weight: Weight, nibble_order: str = "low", scale_layout: str = "
                 "scales of this shape are not swizzled", got=shape, expected=f"multiples of [{n}, {blocks}]"
             )
         weight = unswizzle(weight, scale_layout)
-    return swap_nibbles(weight) if nibble_order == "high" else weight
+    read: Weight = swap_nibbles(weight) if nibble_order == "high" else weight
+    return read
 
 
 # --- permutations of rows
@@ -302,7 +319,7 @@ class _Rows:
 # --- errors
 
 
-def error_of(weight: Weight | Fp8Weight, dense: Any) -> Errors:
+def error_of(weight: _Any, dense: Any) -> Errors:
     """Measure a weight against its dense twin, in chunks of rows and in f64.
 
     Args:
@@ -316,39 +333,41 @@ def error_of(weight: Weight | Fp8Weight, dense: Any) -> Errors:
     if tuple(dense.shape) != (n, k):
         raise WeightError("the dense twin has another shape", got=weight.shape, expected=tuple(dense.shape))
     noise, signal, worst, top = 0.0, 0.0, (0, 0), 0.0
-    step = max(1, _CHUNK // max(k, 1))
+    step, block = max(1, _CHUNK // max(k, 1)), MX_BLOCK if weight.kind == "mxfp4" else BLOCK
     for a in range(0, n if k else 0, step):
         b = min(a + step, n)
         with np.errstate(all="ignore"):
             twin = np.asarray(dense[a:b]).astype(np.float64)
-            wrong, level = _block_squares(_values(weight, a, b) - twin), _block_squares(twin)
+            wrong, level = _block_squares(_values(weight, a, b) - twin, block), _block_squares(twin, block)
             noise, signal = noise + float(wrong.sum()), signal + float(level.sum())
             score = wrong / np.maximum(level, level.mean(-1, keepdims=True))
             score[wrong == 0] = 0  # 0 / 0 in a row of zeros
             score[np.isnan(score)] = np.inf
         at = int(score.argmax())
         if score.flat[at] > top:
-            top, (row, block) = float(score.flat[at]), divmod(at, score.shape[1])
-            worst = (a + row, block)
+            top, (row, column) = float(score.flat[at]), divmod(at, score.shape[1])
+            worst = (a + row, column)
     return Errors(noise, signal, worst, math.sqrt(top))
 
 
-def _values(weight: Weight | Fp8Weight, a: int, b: int) -> Any:
+def _values(weight: _Any, a: int, b: int) -> Any:
     """Rows a..b as they count, f32."""
     if isinstance(weight, Weight):
         values = weight.rows(a, b).dequantize()
         return values if weight.pre_scale is None else values * weight.pre_scale.astype(np.float32)
+    if isinstance(weight, Mxfp4Weight):
+        return _mx(weight, slice(a, b)).dequantize()
     values, scale, block = decode_e4m3(weight.data[a:b]), weight.scale, weight.block
     if block is not None:
         scale = scale[np.arange(a, b) // block[0]].repeat(block[1], 1)[:, : values.shape[1]]
     return values * (scale if scale.shape[0] == 1 or block is not None else scale[a:b])
 
 
-def _block_squares(x: Any) -> Any:
+def _block_squares(x: Any, block: int) -> Any:
     """(rows, K) f64 to (rows, G): the sum of squares of each block."""
-    ragged = -x.shape[1] % BLOCK
+    ragged = -x.shape[1] % block
     x = np.pad(x, ((0, 0), (0, ragged))) if ragged else x
-    blocks = x.reshape(x.shape[0], -1, BLOCK)
+    blocks = x.reshape(x.shape[0], -1, block)
     return np.einsum("ngi,ngi->ng", blocks, blocks)
 
 
@@ -372,25 +391,43 @@ def needed(dense: Any, pre_scale: Array | None = None) -> float:
     return error_of(Weight(codes=codes, scales=scales, scale2=scale2, pre_scale=pre_scale, k=k), dense).relative
 
 
-def bound_of(weight: Weight | Fp8Weight, dense: Array) -> float:
+def needed_mx(dense: Any) -> float:
+    """The relative error of a matrix (N, K) when it is rounded to MXFP4, by the rule that is worse for it: scales
+    rounded down, so that the largest magnitudes are clipped, or up."""
+    with np.errstate(all="ignore"):
+        x = np.asarray(dense).astype(np.float32)
+        n, k = x.shape
+        x = np.pad(x, ((0, 0), (0, -k % MX_BLOCK))).reshape(n, -1, MX_BLOCK)
+        amax = np.abs(x).max(-1)
+        if not amax.max(initial=0) < np.inf:
+            return 0.0
+        worst = 0.0
+        for exponent in (np.floor(np.log2(amax)) - 2, np.ceil(np.log2(amax / np.float32(E2M1_MAX)))):
+            scales = np.clip(np.nan_to_num(exponent, neginf=-127) + 127, 0, 254).astype(np.uint8)
+            codes = pack_nibbles(encode_e2m1(x / decode_e8m0(scales)[..., None])).reshape(n, -1)
+            worst = max(worst, error_of(Mxfp4Weight(codes=codes, scales=scales, k=k), dense).relative)
+    return worst
+
+
+def bound_of(weight: _Any, dense: Array) -> float:
     """The relative error above which a weight is worse than its format needs; rounds a sample of ``dense``."""
     calm = CALM[weight.kind]
     if isinstance(weight, Fp8Weight):
         return calm
+    if isinstance(weight, Mxfp4Weight):
+        return max(calm, _SLACK * needed_mx(dense[_sample(*dense.shape)]))
     return max(calm, _SLACK * needed(dense[_sample(*dense.shape)], weight.pre_scale))
 
 
-def far(bound: float) -> float:
+def far(bound: float, kind: str = "nvfp4") -> float:
     """The relative error above which a weight is not its dense twin's, for a bound of ``bound_of``."""
-    return max(FAR, bound)
+    return max(FAR_MX if kind == "mxfp4" else FAR, bound)
 
 
 # --- diagnosis
 
 
-def diagnose(
-    weight: Weight | Fp8Weight, dense: Array, others: Mapping[str, Any] | None = None, name: str = ""
-) -> Reading | None:
+def diagnose(weight: _Any, dense: Array, others: Mapping[str, Any] | None = None, name: str = "") -> Reading | None:
     """The reading that explains why a weight is far from its dense twin.
 
     Args:
@@ -406,7 +443,7 @@ def diagnose(
     plain, bound = error_of(weight, dense).relative, bound_of(weight, dense)
     if plain <= bound:
         return None
-    limit = min(far(bound), plain / _SLACK)
+    limit = min(far(bound, weight.kind), plain / _SLACK)
     n, k = weight.shape
     rows = _sample(n, k)
     few, twin = _take(weight, rows), dense[rows]
@@ -438,11 +475,13 @@ def _sample(n: int, k: int) -> Any:
     return np.concatenate([np.arange(start, start + _TILE) for start in starts])
 
 
-def _take(weight: Weight | Fp8Weight, rows: Any) -> Weight | Fp8Weight:
+def _take(weight: _Any, rows: Any) -> _Any:
     """Some rows of a weight."""
     if isinstance(weight, Weight):
         scale2 = weight.scale2[rows] if weight.per_row else weight.scale2
         return weight.replace(codes=weight.codes[rows], scales=weight.scales[rows], scale2=scale2)
+    if isinstance(weight, Mxfp4Weight):
+        return _mx(weight, rows)
     scale = weight.scale
     if weight.block is not None:
         scale = scale[rows // weight.block[0]]
@@ -450,7 +489,11 @@ def _take(weight: Weight | Fp8Weight, rows: Any) -> Weight | Fp8Weight:
     return Fp8Weight(data=weight.data[rows], scale=scale if scale.shape[0] == 1 else scale[rows])
 
 
-def _off_by_a_factor(weight: Weight | Fp8Weight, dense: Array, limit: float) -> Reading | None:
+def _mx(weight: Mxfp4Weight, rows: Any) -> Mxfp4Weight:
+    return Mxfp4Weight(codes=weight.codes[rows], scales=weight.scales[rows], k=weight.shape[-1])
+
+
+def _off_by_a_factor(weight: _Any, dense: Array, limit: float) -> Reading | None:
     """A scale that no rule explains, such as one that was lost: the factor that fits best."""
     products = squares = 0.0
     for a in range(0, weight.shape[0], step := max(1, _CHUNK // max(weight.shape[1], 1))):
@@ -461,6 +504,8 @@ def _off_by_a_factor(weight: Weight | Fp8Weight, dense: Array, limit: float) -> 
     factor = products / squares if squares else math.nan
     if not 0 < factor < math.inf:
         return None
+    if isinstance(weight, Mxfp4Weight):
+        return _other_exponent(weight, dense, factor, limit)
     read = _times(factor) if isinstance(weight, Weight) else _rescaled(lambda s: s * np.float32(factor))
     left = error_of(read(weight), dense).relative  # type: ignore[arg-type]
     if not left <= limit:
@@ -472,7 +517,18 @@ def _off_by_a_factor(weight: Weight | Fp8Weight, dense: Array, limit: float) -> 
     return Reading(title, left, hint)
 
 
-def _another(weight: Weight | Fp8Weight, others: Mapping[str, Any], name: str, limit: float) -> Reading | None:
+def _other_exponent(weight: Mxfp4Weight, dense: Array, factor: float, limit: float) -> Reading | None:
+    """Exponents that are all off by the same number, such as those of another bias."""
+    shift = round(math.log2(factor))
+    scales = np.clip(weight.scales.astype(np.int16) + shift, 0, 254).astype(np.uint8)
+    left = error_of(Mxfp4Weight(codes=weight.codes, scales=scales, k=weight.shape[-1]), dense).relative
+    if not shift or not left <= limit:
+        return None
+    title = f"MXFP4 scales that are {2.0**-shift:g} times the right ones"
+    return Reading(title, left, f"add {shift} to each scale byte, or quantize the module again")
+
+
+def _another(weight: _Any, others: Mapping[str, Any], name: str, limit: float) -> Reading | None:
     """Whether the weight is that of another module: 16 rows are compared before the whole."""
     n, _ = weight.shape
     start = max(0, n // 2 - BLOCK // 2)
@@ -501,7 +557,7 @@ def kinship(name: str, other: str) -> str:
     return "another module"
 
 
-def _permuted(weight: Weight | Fp8Weight, dense: Array, limit: float) -> Reading | None:
+def _permuted(weight: _Any, dense: Array, limit: float) -> Reading | None:
     """Whether the rows are the dense twin's in no order that has a name: rows are matched by their sketches."""
     n, k = weight.shape
     asked = np.unique(np.linspace(0, n - 1, min(n, _QUERY)).astype(np.int64))

@@ -39,6 +39,7 @@ INTERLEAVED: Final = {"gpt_oss"}
 COLUMNS: Final = {"gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter"}
 """Model types whose dense stacks are (E, K, N); those of all others are (E, N, K)."""
 
+_SPELLED: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "w13": "gate_up_proj"}
 _NUMBERED = re.compile(r"(.*\bexperts)\.(\d+)\.([^.]+)")
 COMPANIONS: Final = {
     "_weight_scale": "scales",
@@ -55,6 +56,16 @@ def numbered(name: str) -> tuple[str, int, str] | None:
     """(experts, number, part) of the name of one expert's layer, such as ``model.layers.0.mlp.experts.7.up_proj``."""
     found = _NUMBERED.fullmatch(name)
     return (found[1], int(found[2]), found[3]) if found else None
+
+
+def spelled(name: str) -> str:
+    """The name of a layer or stack of experts as most models have it, such as gate_proj for w1."""
+    parent, _, last = name.rpartition(".")
+    if not parent.endswith("experts"):
+        above, _, number = parent.rpartition(".")
+        if not (number.isdecimal() and above.endswith("experts")):
+            return name
+    return f"{parent.replace('.block_sparse_moe.', '.mlp.')}.{_SPELLED.get(last, last)}"
 
 
 def stacks(headers: Headers, parent: str, group: dict[str, Stored]) -> Iterator[Module]:
@@ -135,8 +146,7 @@ def _columns(headers: Headers, module: Module, stated: Mapping[str, Any]) -> boo
         if scales is None or len(main.shape) != 3 or len(scales.shape) != 3:
             return False  # structure says what is wrong
         (_, a, b), (_, c, d) = main.shape, scales.shape
-        # Only one of the two axes shrinks, and by 8: that one is K.
-        return b == d and a == 8 * c and a != c
+        return b == d and a != c  # only one of the two axes shrinks, by 8: that one is K
     if isinstance(stated.get("columns"), bool):
         return bool(stated["columns"])
     _, a, b = module.roles["data"].shape
@@ -232,6 +242,11 @@ def expand(module: Module) -> list[Module]:
             name = f"{parent}.{expert}.{part}" if parent else f"{expert}.{part}"
             found.append(Module(name, module.kind, roles, unknown))
     return found
+
+
+def ordered(module: Module, gate_up: str | None) -> Module:
+    """A stack, taken to have that order of gate and up."""
+    return module if module.stack is None else replace(module, stack=replace(module.stack, gate_up=gate_up))
 
 
 def _part(module: Module, stack: Stack, role: str, tensor: Stored, expert: int, half: int, halves: int) -> Stored:

@@ -20,14 +20,15 @@ EXPLANATIONS: Final[dict[str, str]] = {
         "NVFP4 has one block scale for 16 codes along K, row-major and unpadded: (N, K/16) for a weight of (N, K), and "
         "K a multiple of 16. Half the columns are what older ModelOpt releases wrote for a model that was compressed "
         "already; rows padded to 128 and columns to 4 are swizzled scales, as ComfyUI stores them. An engine that "
-        "reads one form as the other gives garbage. Export again from the model before compression, or convert the "
-        "file with the tool that wrote it."
+        "reads one form as the other gives garbage. MXFP4 has one scale for 32 codes. In a stack of experts the axis "
+        "along which there are 8 times as many bytes of codes as scales is K, and the other is N. Export again from "
+        "the model before compression, or convert the file with the tool that wrote it."
     ),
     "HB103": (
         "A block scale of byte 7F or FF is NaN. Torch decodes its 16 weights as NaN, and with them every output of the "
         "row; ggml reads 7F as 0 and FF as the number 480, so that the same file gives different weights there. "
-        "ModelOpt 0.47 writes FF, with a second scale of 0, for a weight that is all zero. Quantize the tensor again; "
-        "halfbyte gives zeros a finite scale."
+        "ModelOpt 0.47 writes FF, with a second scale of 0, for a weight that is all zero. The scales of MXFP4 are "
+        "powers of two, of which FF alone is NaN. Quantize the tensor again; halfbyte gives zeros a finite scale."
     ),
     "HB104": (
         "Block scales are non-negative by convention, and the sign of a weight is in its code: bytes 80 to FE do not "
@@ -58,10 +59,10 @@ EXPLANATIONS: Final[dict[str, str]] = {
         "which it is."
     ),
     "HB109": (
-        "A second scale or input scale is one number ([], [1]), pre_quant_scale has K of them, and the scale of an FP8 "
-        "weight is one number, one for each row, or one for each 128x128 block. ModelOpt uses the one key weight_scale "
-        "for all kinds of weights, so a reader that goes by the name alone takes one kind for another. Export the "
-        "layer again."
+        "A second scale or input scale is one number ([], [1]), in a stack of experts one for each or two for gate and "
+        "up of each; pre_quant_scale has K of them, and the scale of an FP8 weight is one number, one for each row, or "
+        "one for each 128x128 block. ModelOpt uses the one key weight_scale for all kinds of weights, so a reader that "
+        "goes by the name alone takes one kind for another. Export the layer again."
     ),
     "HB110": (
         "Engines join q/k/v and gate/up into one matrix with one second scale. vLLM warns, takes the largest one (the "
@@ -99,8 +100,8 @@ EXPLANATIONS: Final[dict[str, str]] = {
     ),
     "HB116": (
         "Not one code of this weight is other than 0, so the layer gives only zeros. That can be meant, as in a pruned "
-        "layer; more often it is a hole in a file that was not copied or written to its end. Compare with the original "
-        "model, or fetch the shard again."
+        "layer; more often it is a hole in a file that was not copied or written to its end; of a stack, each empty "
+        "expert is named. Compare with the original model, or fetch the shard again."
     ),
     "HB117": (
         "Block scales 01 to 07 are subnormal E4M3 numbers. They are valid and halfbyte decodes them exactly. vLLM's "
@@ -161,6 +162,18 @@ EXPLANATIONS: Final[dict[str, str]] = {
         "merge or a copy has lost it. Models whose layers differ on purpose leave out the whole block, which is not "
         "reported. Compare with the original checkpoint and export it again."
     ),
+    "HB128": (
+        "All experts of the stack share one second scale, as ModelOpt writes the stacks of Llama 4 and gpt-oss. It is "
+        "read exactly. But it is made for the largest weight of all experts: in an expert whose weights are much "
+        "smaller the block scales become subnormal E4M3 numbers, which hold fewer bits and which some kernels flush to "
+        "zero. HB117 counts them. A scale for each expert, as per-expert exports have it, avoids that."
+    ),
+    "HB129": (
+        "The experts of a layer are numbered from 0 without a gap, and each has the same parts; here some are not in "
+        "the file. An engine leaves the place of a missing expert as it was allocated, and every token that the "
+        "router sends there gets whatever lay in memory. A shard was not copied, or a tool that merges experts dropped "
+        "some. Fetch the shards again, or export the model again."
+    ),
     "HB130": (
         "The index (model.safetensors.index.json) lists a tensor that is not in the shard it names, so a reader that "
         "goes by the index does not find it. A shard was replaced or cut, or the index is of another version of the "
@@ -182,16 +195,40 @@ EXPLANATIONS: Final[dict[str, str]] = {
     ),
     "HB134": (
         "The tensors are of a format that halfbyte knows by sight and does not decode yet, such as ComfyUI, MLX, "
-        "torchao, FP-Quant or MXFP4. They differ from ModelOpt in more than names: ComfyUI swaps the nibbles and "
-        "swizzles the scales, FP-Quant rotates the weights. Nothing is proven about such a file. Convert it with the "
-        "tool that wrote it, or start from the original model."
+        "torchao or FP-Quant. They differ from ModelOpt in more than names: ComfyUI swaps the nibbles and swizzles the "
+        "scales, FP-Quant rotates the weights. Nothing is proven about such a file. Convert it with the tool that "
+        "wrote it, or start from the original model."
     ),
-    # config
     "HB135": (
         "A directory with several safetensors files needs model.safetensors.index.json, by which loaders find the "
         "tensors; without it transformers and the engines load one file or none. halfbyte reads all files of the "
         "directory. Write the index again: halfbyte convert to the same dialect with --max-shard-size does."
     ),
+    "HB136": (
+        "The file holds a layer of experts as one stack and expert by expert, or under two names. An engine loads one "
+        "form and ignores the other, or loads both into one place, so that the last one wins; which one it is depends "
+        "on the engine. Remove the form that is not meant: `diff` tells whether they agree."
+    ),
+    "HB137": (
+        "The router of a mixture of experts chooses the experts of each token from small differences, and costs next "
+        "to nothing in memory. Recipes leave it in bfloat16, and vLLM and SGLang build it as a dense layer: they "
+        "refuse a quantized one or read its codes as floats. Quantize again and leave it out; `quantize` does by "
+        "itself."
+    ),
+    "HB138": (
+        "A stack gate_up_proj or w13 holds two layers: first the rows of gate and then those of up, the reverse, or "
+        "row by row in turn (gpt-oss). The tensor does not show which, and an engine that takes one for the other "
+        "computes garbage without an error. halfbyte goes by the file's metadata and by model_type in config.json, and "
+        "neither is there. State the order: metadata `halfbyte.experts`, JSON "
+        '{"NAME": {"gate_up": "concatenated"}} with "concatenated", "up_first" or "interleaved", or restore '
+        "config.json."
+    ),
+    "HB139": (
+        "The weight is quantized in a format that halfbyte recognises and does not decode, such as INT4, INT8 or MXFP8 "
+        "beside NVFP4 layers. Its floats were looked through for NaN and Inf, and nothing else is said of it. A "
+        "conversion carries its tensors byte for byte. Check it with the tool that wrote it."
+    ),
+    # config
     "HB201": (
         "The tensors are quantized and config.json has no quantization_config, so an engine takes the checkpoint for a "
         "dense one: packed codes have half the width, and scales are tensors that it does not know. Restore the "
@@ -240,7 +277,6 @@ EXPLANATIONS: Final[dict[str, str]] = {
         "A pattern that begins with `re:` does not compile, so nobody can say which modules the config covers; what "
         "the config says of them was not compared with the tensors. Correct the pattern and verify again."
     ),
-    # options
     "HB210": (
         "NVFP4 has one block scale for 16 values; the shapes of the codes and scales in this file say so, too. The "
         "config names another group size, so an engine that believes it computes the wrong shapes or takes the file "
@@ -251,6 +287,13 @@ EXPLANATIONS: Final[dict[str, str]] = {
         "in the index are missing, or the config belongs to another model. Engines refuse the checkpoint, or leave "
         "layers uninitialised. Layers beyond that number, for multi-token prediction, are not reported."
     ),
+    "HB212": (
+        "config.json states a number of experts (num_experts, num_local_experts, n_routed_experts), or the other "
+        "layers have more of them, and this layer has fewer: its last ones are missing, or experts were pruned and the "
+        "config was not changed. The router still sends tokens to them. Fetch the shards again, or correct the number "
+        "in the config and the rows of the router."
+    ),
+    # options
     "HB301": (
         "A pattern of `--include` or `--exclude` selects no module, which is usually a slip of the pen; what was meant "
         "to be read or left out was not. `inspect` lists the names of modules. A pattern is a name or the start of "
@@ -297,6 +340,12 @@ EXPLANATIONS: Final[dict[str, str]] = {
         "A tensor beside a weight (a bias, an input scale, pre_quant_scale) is in one checkpoint only. A tool that has "
         "no place for it has dropped it, or one of the two was calibrated and the other not. Without a bias or "
         "pre_quant_scale the outputs are wrong and no engine says so; without an input scale the weight is W4A16."
+    ),
+    "HB408": (
+        "One checkpoint has a stack gate_up_proj or w13 and the other has gate and up by themselves. To pair them, the "
+        "stack must be taken apart, and nothing states whether its rows are those of gate and then of up, the reverse, "
+        "or alternate. They were not compared. State the order: metadata `halfbyte.experts`, or model_type in "
+        "config.json; see HB138."
     ),
     # against the original
     "HB501": (

@@ -41,12 +41,18 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB125": ("warning", "parts that engines fuse have different input scales"),
     "HB126": ("warning", "fused layer of which one part is quantized and another is not"),
     "HB127": ("warning", "module that the other layers have and this one lacks"),
+    "HB128": ("note", "one second scale for a whole stack of experts"),
+    "HB129": ("error", "experts missing among those of a layer"),
     "HB130": ("error", "tensor that the index names and no shard holds"),
     "HB131": ("warning", "tensor that a shard holds and the index does not name"),
     "HB132": ("warning", "shard that the index does not name"),
     "HB133": ("note", "total size in the index that is not the sum of the tensors"),
     "HB134": ("error", "dialect that is recognised and not read yet"),
     "HB135": ("warning", "several shards and no index"),
+    "HB136": ("warning", "layer of experts that is stored twice"),
+    "HB137": ("warning", "router that is quantized"),
+    "HB138": ("note", "stack of experts whose order of gate and up is not known"),
+    "HB139": ("note", "weight of a format that is not read: it is carried as it is"),
     # config
     "HB201": ("warning", "quantized tensors, and a config that does not say so"),
     "HB202": ("warning", "module that the config leaves unquantized, and the file holds quantized"),
@@ -59,6 +65,7 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB209": ("warning", "pattern in the config that is not a regular expression"),
     "HB210": ("warning", "group size in the config that is not the 16 of the tensors"),
     "HB211": ("warning", "fewer layers than the config says"),
+    "HB212": ("warning", "fewer experts than the config says or the other layers have"),
     # options
     "HB301": ("warning", "pattern that selects no module"),
     "HB302": ("warning", "weight whose values the conversion has rounded"),
@@ -70,6 +77,7 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB405": ("error", "scales beside the weight differ"),
     "HB406": ("note", "kinds differ; their values are told separately"),
     "HB407": ("error", "tensor beside the weight in one checkpoint only"),
+    "HB408": ("error", "stack of experts that cannot be taken apart: its order of gate and up is not known"),
     # against
     "HB501": ("error", "weight far from its dense twin"),
     "HB502": ("warning", "error above what the format needs"),
@@ -92,6 +100,7 @@ class Finding:
         tensor: full name on disk, or None for the whole checkpoint.
         index: [row, block] (expert first where there are experts), or None for a whole tensor.
         got, expected, hint: what is there, what is needed, what to do.
+        width: columns of a block.
     """
 
     code: str
@@ -100,6 +109,7 @@ class Finding:
     got: Any = None
     expected: Any = None
     hint: str | None = None
+    width: int = 16
 
     @property
     def severity(self) -> Severity:
@@ -115,7 +125,8 @@ class Finding:
         at = f" at {self.index}" if self.index is not None else ""
         if self.index is not None and self.code in ("HB103", "HB104"):
             row, block = self.index[-2:]
-            at += f" (row {row}, columns {block * 16}..{block * 16 + 15})"
+            first = block * self.width
+            at += f" (row {row}, columns {first}..{first + self.width - 1})"
         got = f": got {self.got}" if self.got is not None else ""
         need = f", expected {self.expected}" if self.expected is not None else ""
         hint = f"; {self.hint}" if self.hint else ""

@@ -197,6 +197,8 @@ def structure(module: Module) -> list[Finding]:
             allowed = (shape for shapes in _fp8_scales(*main.shape).values() for shape in reversed(shapes))
             need = " or ".join(str(list(shape)) for shape in allowed)
             found.append(Finding("HB109", scale.name, got=list(scale.shape), expected=need))
+    elif module.kind == "unread":
+        found.append(Finding("HB139", main.name if main else module.name, got=str(main) if main else None))
     found += [
         Finding("HB120", t.name, got=str(t), hint="convert to its own dialect carries it; another dialect refuses it")
         for t in module.unknown
@@ -219,7 +221,8 @@ def _nvfp4_structure(module: Module, codes: Stored) -> list[Finding]:
     if k % BLOCK:
         found.append(Finding("HB102", codes.name, got=f"K = {k}", expected=f"a multiple of {BLOCK}"))
     elif list(scales.shape) != expected:
-        half = list(scales.shape) == [*experts, n, k // BLOCK // 2]
+        less = [*experts, k // BLOCK // 2, n] if columns else [*experts, n, k // BLOCK // 2]
+        half = list(scales.shape) == less
         hint = "half the columns: exported from an already compressed model; export it again" if half else None
         if experts and not half:
             hint = "the axis of the scales that is an eighth of the codes' bytes is K: here there is none"

@@ -263,7 +263,7 @@ for atom, order in (("128x4", A128), ("8x4", A8)):
 def sound(entry, n, k, kind="Gaussian"):
     """A weight and its twin as an entry needs them before they are spoilt."""
     dense = shaped(n, k, kind) * np.float32(0.02)
-    if entry.kind == "fp8":
+    if "fp8" in entry.kinds:
         return to_fp8(dense), dense
     if entry.name == "scale2 that belongs to nobody":
         dense *= np.float32(2688) / np.abs(dense).max()
@@ -296,7 +296,7 @@ def test_every_reading_is_named(entry, kind, shape):
         assert shape == (200, 336)  # of no whole tiles: such bytes have another size
         return
     spoilt = SPOIL[entry.name](weight)
-    if entry.kind == "nvfp4" and spoilt.same(weight):
+    if "nvfp4" in entry.kinds and spoilt.same(weight):
         assert "twice" in entry.name  # an order that is its own inverse at this shape
         return
     equal = [e.name for e in dg.READINGS if e.fits(spoilt) and same(e.read(spoilt), weight)] or [entry.name]

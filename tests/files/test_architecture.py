@@ -33,10 +33,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "recipes": MEANING,
     "layouts": MEANING,
     "diagnose": (*MEANING, "layouts", *STACKS),
+    "twins": (*FILES, *STACKS, "diagnose", "dialects", "checkpoint"),
     "reading": (*MEANING, "layouts", "modules", "experts"),
     "dialects": (*FILES, "modules", "experts"),
     "checkpoint": (*FILES, *STACKS, "tasks", "dialects"),
-    "tools": (*FILES, *STACKS, "tasks", "diagnose", "casts", "dialects", "checkpoint"),
+    "tools": (*FILES, *STACKS, "tasks", "diagnose", "twins", "casts", "dialects", "checkpoint"),
     "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
     "kernels": (*MEANING, "layouts"),
     "ops": RUN,
@@ -52,9 +53,9 @@ CHAIN = {
     "reader": {"header"},
     "writer": {"header", "reader", "workdir"},
     "outputs": {"header", "reader", "writer"},
-    "consistency": {"header", "reader"},
+    "consistency": {"header", "reader", "expert_checks"},
 }
-"""Inside checkpoint: header <- reader <- writer <- outputs, and reader <- consistency; workdir <- writer."""
+"""In checkpoint: header <- reader <- writer <- outputs, and expert_checks, reader <- consistency; workdir <- writer."""
 
 MODULES = sorted(SOURCE.rglob("*.py"))
 ids = pytest.mark.parametrize("file", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))

@@ -282,10 +282,16 @@ def test_fp8(tmp_path, scale):
 
 
 @pytest.mark.parametrize("make", [np.asarray, f4], ids=["U8", "F4"])
-def test_mxfp4_is_not_read(tmp_path, make):
-    mine = {"x.weight": make(np.zeros((2, 32), np.uint8)), "x.weight_scale": Raw("F8_E8M0", (2, 2), bytes(4))}
-    with pytest.raises(UnreadDialectError, match="MXFP4"):
-        pair(tmp_path, mine, mine)
+def test_mxfp4(tmp_path, make):
+    codes = np.zeros((2, 32), np.uint8)
+    codes[1, 20] = 0x20  # 1 at column 41
+    mine = {"x.weight": make(codes), "x.weight_scale": Raw("F8_E8M0", (2, 2), b"\x7f\x7f\x7f\x80")}
+    assert pair(tmp_path, mine, mine).findings == ()
+    theirs = mine | {"x.weight_scale": Raw("F8_E8M0", (2, 2), b"\x70\x7f\x7f\x80")}
+    assert [(f.code, f.tensor, f.index) for f in pair(tmp_path, mine, theirs).findings] == [("HB403", "x.weight", None)]
+    theirs = mine | {"x.weight_scale": Raw("F8_E8M0", (2, 2), b"\x7f\x7f\x7f\x7f")}
+    (finding,) = pair(tmp_path, mine, theirs).findings
+    assert (finding.code, finding.index, finding.got, finding.expected) == ("HB402", [1, 1], 2.0, 1.0)
 
 
 def test_bias_and_unknown_tensors(tmp_path):

@@ -34,7 +34,7 @@ def test_paragraphs(code):
 
 
 NEAR = {
-    "HB128": ("HB127",),
+    "HB199": ("HB201",),
     "hb10": ("HB101",),
     "103": ("HB103",),
     "NV103": ("HB103",),

@@ -229,7 +229,8 @@ def make_many_tensors(folder):
         layer, quarter = f"model.layers.{i // 4}", i % 4
         tensors = [Stored(f"{layer}.norm_{quarter}_{part}.weight", "BF16", (4096,)) for part in "abc"]
         for j in range(166):
-            stem = f"{layer}.mlp.experts.{quarter * 56 + j // 3}.{('gate', 'up', 'down')[j % 3]}_proj"
+            stem = f"{layer}.mlp.experts.{quarter * 55 + j // 3}.{('gate', 'up', 'down')[j % 3]}_proj"
+            stem = stem if j < 165 else f"{layer}.mlp.shared_{quarter}.gate_proj"
             n, k = (4096, 1536) if j % 3 == 2 else (1536, 4096)
             tensors += [Stored(f"{stem}.weight", "U8", (n, k // 2))]
             tensors += [

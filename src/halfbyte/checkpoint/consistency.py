@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from halfbyte.checkpoint.expert_checks import expert_findings
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.dialects import DIALECTS, Facts
 from halfbyte.errors import UsageError
+from halfbyte.experts import numbered
 from halfbyte.findings import Finding, capped
 from halfbyte.modules import QUANTIZED, Module, dicts_of, kv_format, nested_section, quant_section, structure
 from halfbyte.patterns import fused_group, module_class
@@ -44,6 +46,8 @@ def header_findings(checkpoint: Checkpoint, every: bool = False) -> list[Finding
                 hint = "a quantized weight of that name is missing, or it is dense"
                 found.append(Finding("HB121", module.name, hint=hint))
     found += _layer_findings(checkpoint)
+    part = checkpoint.path.is_file() and any(checkpoint.path.parent.glob("*.safetensors.index.json"))
+    found += expert_findings(checkpoint.modules, checkpoint.config, whole=not part)
     try:
         found += _config_findings(checkpoint)
     except UsageError as error:  # a pattern
@@ -77,7 +81,7 @@ def _layer_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
     for part, stems in layers.items():
         for stem, having in stems.items():
             missing = numbers[stem] - having
-            if len(missing) <= max(1, len(numbers[stem]) // 20) < len(having) and "." in part:
+            if len(missing) <= max(1, len(numbers[stem]) // 20) < len(having) and "." in part and not numbered(part):
                 for number in sorted(missing & around[stem, part.rpartition(".")[0]], key=lambda n: (len(n), n)):
                     yield Finding("HB127", f"{stem}.{number}.{part}", got=f"{len(having)} other layers have it")
     wanted = checkpoint.config.get("num_hidden_layers")
@@ -128,18 +132,22 @@ def _config_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
             yield Finding("HB206", got=f"quant_method {method!r}", expected=expected, hint=checkpoint.evidence)
     yield from _two_files(checkpoint)
     if any(m.kind == "nvfp4" for m in modules):
-        for size in sorted({s for s in _group_sizes(section) | _group_sizes(nested_section(headers)) if s != 16}):
+        fits = {16, 32} if any(m.kind == "mxfp4" for m in modules) else {16}
+        for size in sorted((_group_sizes(section) | _group_sizes(nested_section(headers))) - fits):
             yield Finding("HB210", got=size, expected=16)
     dialect = next((d for d in DIALECTS if d.readable and d.claims_config(headers)), checkpoint.dialect)
     layer_of = dialect.layers(headers)
     if layer_of is None:
         return
     wants_input: dict[bool, list[Module]] = defaultdict(list)
-    for module in modules:
+    unread = [m for m in checkpoint.modules if m.kind == "unread"]
+    for module in [*modules, *unread]:
         layer = layer_of(module.name, module_class(module.name, len(module.shape)) or "Linear")
         tensor = module.main.name if module.main else module.name
         if layer is None:
             yield Finding("HB202", tensor, got=module.kind, expected="unquantized", hint="the tensors decide")
+        elif module.kind == "unread" and layer.kind not in QUANTIZED:
+            pass  # the config may name its kind, and halfbyte does not know it
         elif layer.kind != module.kind:
             yield Finding("HB204", tensor, got=module.kind, expected=layer.kind, hint="the tensors decide")
         elif layer.static_input:
@@ -153,7 +161,7 @@ def _config_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 "HB111",
                 tensor,
-                expected=module.member(checkpoint.dialect.suffixes["nvfp4"]["input_scale"]),
+                expected=_input_scale_name(checkpoint, module),
                 hint="calibrate again, or serve as W4A16",
             )
     elif wants_input[False]:
@@ -164,6 +172,13 @@ def _config_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
             hint = "add it to the list of ignored modules: engines look for its scales"
             yield Finding("HB203", f"{name}.weight", got="dense", expected=layer.kind, hint=hint)
     yield from _kv_findings(checkpoint)
+
+
+def _input_scale_name(checkpoint: Checkpoint, module: Module) -> str:
+    main = module.main
+    if module.stack is not None and main is not None and not main.name.startswith(f"{module.name}."):
+        return f"{module.name}_input_scale"
+    return module.member(checkpoint.dialect.suffixes["nvfp4"]["input_scale"])
 
 
 def _group_sizes(section: Mapping[str, Any]) -> set[int]:

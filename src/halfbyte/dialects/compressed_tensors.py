@@ -126,7 +126,7 @@ def _layer(group: Mapping[str, Any]) -> Layer:
     if kind != "float":
         return Layer(f"{kind}{bits}")
     if bits == 8:
-        return Layer("fp8")
+        return Layer("mxfp8" if size == 32 else "fp8")
     if size == 32:
         return Layer("mxfp4")
     return Layer("nvfp4", bool(inputs) and inputs.get("dynamic") in (False, "local"))

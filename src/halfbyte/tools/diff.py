@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any, TypeAlias
@@ -13,11 +14,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
+from halfbyte.experts import expand, numbered, ordered, spelled
 from halfbyte.findings import Finding, Report, in_order
 from halfbyte.modules import Module, fp8_scale, refuse_broken
-from halfbyte.numerics import BLOCK, decode_e2m1, decode_e4m3
-from halfbyte.stored import DTYPE_BITS, Stored, as_array
-from halfbyte.tools.base import Meter, Progress, chosen, run, worker_count
+from halfbyte.numerics import BLOCK, MX_BLOCK, decode_e2m1, decode_e4m3, decode_e8m0
+from halfbyte.patterns import Patterns, fused_group
+from halfbyte.stored import DTYPE_BITS, Stored, View, as_array
+from halfbyte.tools.base import Meter, Progress, idle, run, worker_count
 
 _STEP = 1 << 19
 """Elements that are compared at once, a multiple of every block: 2 MB in float32 on each side."""
@@ -27,7 +30,9 @@ _WEIGHT = ("codes", "scales", "scale2", "data", "scale")
 _SCALES = ("input_scale", "pre_scale", "k_scale", "v_scale")
 """Roles beside a weight that scale something else."""
 
-_Key: TypeAlias = tuple[str, bool]
+_Key: TypeAlias = tuple[str, bool, int]
+_Choice: TypeAlias = tuple[Module, set[str] | None]
+"""A module, and the names of its chosen layers; None for all."""
 
 
 def diff(
@@ -41,9 +46,10 @@ def diff(
 ) -> Report:
     """Compare two checkpoints module by module: the same, the same values in other bytes, or different.
 
-    Modules are paired by name and scales by what they mean, so that the dialects may differ. 0 equals -0 and
-    NaN equals NaN. Of a finding ``got`` is a's, ``expected`` b's, and ``index`` is the first place: [row, block]
-    where both weights have equal blocks, otherwise [row, column]. Configs are not compared.
+    Modules are paired by name and scales by what they mean, so that the dialects may differ. Stacks of experts are
+    compared expert by expert, however either side stores them. 0 equals -0 and NaN equals NaN. Of a finding ``got``
+    is a's, ``expected`` b's, and ``index`` is the first place in a's tensor: [row, block] where both weights have
+    equal blocks, otherwise [row, column], with the expert first in a stack. Configs are not compared.
 
     Args:
         a, b: directories, files, or hub names.
@@ -61,12 +67,13 @@ def diff(
     """
     started = time.perf_counter()
     with open_checkpoint(a) as first, open_checkpoint(b) as second:
-        (mine, idle), (theirs, idle_too) = (_by_key(c, include, exclude) for c in (first, second))
+        (ours, unused), (others, unused_too) = (_chosen(c, include, exclude) for c in (first, second))
+        found = [f for f in unused if f in unused_too] + _agree(ours, others)
+        mine, theirs = (_by_key(modules) for modules in (ours, others))
         pairs = [(module, theirs[key]) for key, module in mine.items() if key in theirs]
         lone = [[m for key, m in here.items() if key not in there] for here, there in ((mine, theirs), (theirs, mine))]
-        found = [f for f in idle if f in idle_too]
         for checkpoint, modules in zip((first, second), lone, strict=True):
-            found += [Finding("HB401", m.tensors[0].name, got=f"only in {checkpoint.path}") for m in modules]
+            found += _alone(checkpoint, modules)
         meter = Meter(sum(t.nbytes for module, _ in pairs for t in module.tensors), progress)
         outcomes: list[str] = []
 
@@ -92,13 +99,83 @@ def diff(
         return Report("diff", in_order(found), facts)
 
 
-def _by_key(
+def _chosen(
     checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[str]
-) -> tuple[dict[_Key, Module], list[Finding]]:
-    """The chosen modules, by name; a tensor by itself may have the name of a module."""
+) -> tuple[list[_Choice], list[Finding]]:
+    """The modules of which something is chosen, and findings for idle patterns."""
     checkpoint.require_readable()
-    modules, idle = chosen(checkpoint.modules, include, exclude)
-    return {(m.name, m.kind == "none"): m for m in modules}, idle
+    wanted, unwanted = Patterns(include), Patterns(exclude)
+    if not wanted and not unwanted:
+        return [(module, None) for module in checkpoint.modules], []
+    found: list[_Choice] = []
+    for module in checkpoint.modules:
+        yes, no = not wanted or wanted.first(module.name), unwanted.first(module.name)
+        names = {module.name}
+        if module.stack is not None and not no:
+            refuse_broken(module)
+            names = {part.name for m in (module, ordered(module, None)) for part in expand(m)}
+            names = {n for n in names if (yes or wanted.first(n)) and not unwanted.first(n)}
+        elif no or not yes:
+            continue
+        if names and not no:
+            found.append((module, names))
+    return found, idle(wanted, unwanted)
+
+
+def _agree(ours: list[_Choice], others: list[_Choice]) -> list[Finding]:
+    """Give stacks whose order of gate and up is not known the order of their counterparts, in place.
+
+    So they are compared as they lie. Where the counterpart is gate and up of numbered experts, all of them are taken
+    out, with a finding.
+    """
+    found: list[Finding] = []
+    for here, there in ((ours, others), (others, ours)):
+        stacks, apart = {}, defaultdict(list)
+        for choice in there:
+            name = spelled(choice[0].name)
+            if choice[0].stack is not None:
+                stacks[name] = choice[0].stack
+            elif (expert := numbered(name)) is not None and fused_group(name):
+                apart[f"{expert[0]}.gate_up_proj"].append(choice)
+        for i, (module, names) in reversed(list(enumerate(here))):
+            name, main = spelled(module.name), module.main
+            if main is None or module.stack is None or module.stack.gate_up or not name.endswith("gate_up_proj"):
+                continue
+            if name in stacks:
+                here[i] = (ordered(module, stacks[name].gate_up or "concatenated"), names)
+                found.append(Finding("HB138", main.name, hint="both are compared as they lie"))
+            elif name in apart:
+                hint = "state it in the metadata halfbyte.experts, or by model_type in config.json; not compared"
+                found.append(Finding("HB408", main.name, hint=hint))
+                del here[i]
+                there[:] = [choice for choice in there if not any(choice is other for other in apart[name])]
+    return found
+
+
+def _by_key(choices: list[_Choice]) -> dict[_Key, Module]:
+    """The layers by name; a tensor by itself may have the name of a module, and a layer be stored twice."""
+    found: dict[_Key, Module] = {}
+    for module, names in choices:
+        if module.stack is not None:
+            refuse_broken(module)
+        for part in expand(module):
+            if names is None or part.name in names:
+                key = (spelled(part.name), part.kind == "none", 0)
+                while key in found:
+                    key = (*key[:2], key[2] + 1)
+                found[key] = part
+    return found
+
+
+def _alone(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[Finding]:
+    """A finding for each module without counterpart; one for all experts of a stack where none has one."""
+    places: dict[str, dict[tuple[int, ...], None]] = defaultdict(dict)
+    for module in modules:
+        places[module.tensors[0].name].setdefault(tuple(module.tensors[0].place([])))
+    for name, experts in places.items():
+        whole = () in experts or len(experts) == checkpoint.tensors[name].shape[0]
+        for index in [None] if whole else [list(expert) for expert in experts]:
+            yield Finding("HB401", name, index, got=f"only in {checkpoint.path}")
 
 
 @dataclass(frozen=True)
@@ -117,7 +194,8 @@ class _Side:
     @property
     def beside(self) -> dict[str, Stored]:
         """The tensors that are not part of the weight, by role; unknown ones by name."""
-        roles = {role: tensor for role, tensor in self.module.roles.items() if role not in _WEIGHT}
+        weight = ("data",) if self.module.kind == "unread" else _WEIGHT
+        roles = {role: tensor for role, tensor in self.module.roles.items() if role not in weight}
         return roles | {tensor.name: tensor for tensor in self.module.unknown}
 
 
@@ -130,14 +208,15 @@ def _differences(a: _Side, b: _Side, tell: Callable[[int], None]) -> Iterator[Fi
         last = a.module.name.rpartition(".")[2]
         code = "HB405" if a.module.kind == "none" and last in _SCALES else "HB402"
         yield from _compared(_Values.of(a), _Values.of(b), code, tell)
-    tell(sum(a.module.roles[role].nbytes for role in ("scale2", "scale") if role in a.module.roles))
     mine, theirs = a.beside, b.beside
+    tell(sum(t.nbytes for role, t in a.module.roles.items() if role in ("scale2", "scale") and role not in mine))
     for role in [*mine, *(role for role in theirs if role not in mine)]:
         if role not in mine or role not in theirs:
             here, there = (a, b) if role in mine else (b, a)
             # A dense weight has no place for an input scale: HB406 says so already.
             if not (role == "input_scale" and there.module.kind == "dense"):
-                yield Finding("HB407", (mine | theirs)[role].name, got=f"only in {here.checkpoint.path}")
+                tensor, got = (mine | theirs)[role], f"only in {here.checkpoint.path}"
+                yield Finding("HB407", tensor.name, tensor.place([]) or None, got=got)
             tell(mine[role].nbytes if role in mine else 0)
         elif role == "input_scale":
             yield from _input_scales(a, b)
@@ -149,17 +228,18 @@ def _differences(a: _Side, b: _Side, tell: Callable[[int], None]) -> Iterator[Fi
 
 def _input_scales(a: _Side, b: _Side) -> Iterator[Finding]:
     x, y = a.meaning("input_scale"), b.meaning("input_scale")
-    name = a.module.roles["input_scale"].name
+    stored = a.module.roles["input_scale"]
+    name, index = stored.name, stored.place([]) or None
     if x.tobytes() == y.tobytes():
         return
     if x.shape != y.shape:
-        yield Finding("HB404", name, got=list(x.shape), expected=list(y.shape))
+        yield Finding("HB404", name, index, got=list(x.shape), expected=list(y.shape))
     elif (place := _first(_unequal(x, y))) is not None:
         tally = _Tally()
         tally.add(x, y, _unequal(x, y), 0, 1)
-        yield Finding("HB405", name, got=_told(x[place]), expected=_told(y[place]), hint=f"by {tally.gaps}")
+        yield Finding("HB405", name, index, got=_told(x[place]), expected=_told(y[place]), hint=f"by {tally.gaps}")
     else:
-        yield Finding("HB403", name)
+        yield Finding("HB403", name, index)
 
 
 @dataclass(frozen=True)
@@ -183,6 +263,8 @@ class _Values:
     decode: Callable[[list[Any], int], Any]
     reads: tuple[Any, ...]
     block: int = 1
+    _made: dict[int, Any] = field(default_factory=dict, compare=False)
+    """Number of a part that is not stored as it is meant -> its bytes: those of one expert's layer."""
 
     @classmethod
     def of(cls, side: _Side) -> _Values:
@@ -198,6 +280,8 @@ class _Values:
             scale2 = side.meaning("scale2")
             parts = (main, module.roles["scales"])
             return cls(checkpoint, main, shape, parts, partial(_nvfp4, scale2), ("nvfp4", scale2.tobytes()), BLOCK)
+        if module.kind == "mxfp4":
+            return cls(checkpoint, main, shape, (main, module.roles["scales"]), _mxfp4, ("mxfp4",), MX_BLOCK)
         if module.kind == "fp8":
             scale, block = fp8_scale(module, side.meaning("scale"))
             reads = ("fp8", block, scale.tobytes())
@@ -220,10 +304,16 @@ class _Values:
     def raw(self, start: int, stop: int) -> list[Any]:
         """The bytes of each part for elements start..stop."""
         pieces = []
-        for tensor in self.parts:
+        for i, tensor in enumerate(self.parts):
             begin, end = (at * tensor.nbytes // self.size for at in (start, stop))
-            pieces.append(np.empty(end - begin, np.uint8))
-            self.checkpoint.read_into(tensor, begin, pieces[-1])
+            if isinstance(tensor, View) and tensor.steps:
+                if i not in self._made:
+                    self._made[i] = np.empty(tensor.nbytes, np.uint8)
+                    self.checkpoint.read_into(tensor, 0, self._made[i])
+                pieces.append(self._made[i][begin:end])
+            else:
+                pieces.append(np.empty(end - begin, np.uint8))
+                self.checkpoint.read_into(tensor, begin, pieces[-1])
         return pieces
 
 
@@ -231,6 +321,12 @@ def _nvfp4(scale2: Any, pieces: list[Any], start: int) -> Any:
     values = decode_e2m1(pieces[0])
     values.reshape(-1, BLOCK)[...] *= decode_e4m3(pieces[1])[:, None]
     return values * scale2
+
+
+def _mxfp4(pieces: list[Any], start: int) -> Any:
+    values = decode_e2m1(pieces[0])
+    values.reshape(-1, MX_BLOCK)[...] *= decode_e8m0(pieces[1])[:, None]
+    return values
 
 
 def _fp8(k: int, scale: Any, block: tuple[int, int] | None, pieces: list[Any], start: int) -> Any:
@@ -254,7 +350,8 @@ def _compared(a: _Values, b: _Values, code: str, tell: Callable[[int], None]) ->
     """The finding about two sets of values: ``code`` where they differ, or none; in one pass and bounded memory."""
     total = sum(tensor.nbytes for tensor in a.parts)
     if a.shape != b.shape and not a.size == b.size == 1:
-        yield Finding("HB404", a.main.name, got=list(a.shape), expected=list(b.shape))
+        at = a.main.place([]) or None
+        yield Finding("HB404", a.main.name, at, got=list(a.shape), expected=list(b.shape))
         tell(total)
         return
     alike, tally, first = a.reads == b.reads, _Tally(), None
@@ -277,12 +374,13 @@ def _compared(a: _Values, b: _Values, code: str, tell: Callable[[int], None]) ->
         index = [int(i) for i in np.unravel_index(first[0], a.shape)]
         if a.block == b.block and index:
             index[-1] //= a.block
+        index = a.main.place(index)
         why = "; only the scale of the whole differs" if same_bytes else ""
         yield Finding(code, a.main.name, index or None, got=first[1], expected=first[2], hint=tally.text(a) + why)
     elif not (alike and same_bytes):
         dtypes = (str(a.main), str(b.main)) if a.main.dtype != b.main.dtype else (None, None)
         hint = "zero blocks, -0, or scales with the same product" if a.block == b.block > 1 else None
-        yield Finding("HB403", a.main.name, got=dtypes[0], expected=dtypes[1], hint=hint)
+        yield Finding("HB403", a.main.name, a.main.place([]) or None, got=dtypes[0], expected=dtypes[1], hint=hint)
 
 
 class _Tally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections import defaultdict
@@ -16,24 +15,16 @@ import numpy as np
 
 from halfbyte.checkpoint.consistency import fused_parts, header_findings
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
-from halfbyte.diagnose import (
-    CALM,
-    NIBBLE_ORDERS,
-    SCALE_LAYOUTS,
-    Errors,
-    bound_of,
-    diagnose,
-    error_of,
-    far,
-    nearest,
-    reinterpret,
-)
-from halfbyte.errors import FormatError, UsageError, WeightError
+from halfbyte.diagnose import NIBBLE_ORDERS, SCALE_LAYOUTS
+from halfbyte.errors import UsageError
+from halfbyte.experts import GATE_UP, numbered
 from halfbyte.findings import CAP, Finding, Report, capped, in_order
-from halfbyte.modules import Module, refuse_broken, refuse_companions
-from halfbyte.patterns import fused_group, spellings
-from halfbyte.stored import FLOATS, Stored, as_array, byte_count
+from halfbyte.modules import Module
+from halfbyte.numerics import BLOCK, MX_BLOCK
+from halfbyte.patterns import fused_group
+from halfbyte.stored import FLOATS, Stored
 from halfbyte.tools.base import CHUNK, Meter, Progress, chosen, run, worker_count
+from halfbyte.twins import Twins
 
 _EXPONENT: dict[str, tuple[Any, int]] = {
     "BF16": (np.uint16, 0x7F80),
@@ -45,9 +36,6 @@ _EXPONENT: dict[str, tuple[Any, int]] = {
 
 _SCALARS = ("scale2", "input_scale", "scale", "k_scale", "v_scale")
 """Roles that are read whole, also in a sample."""
-
-_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.+)")
-"""Name of one of a row of numbered experts: (all experts of the layer, part)."""
 
 
 def verify(
@@ -109,13 +97,17 @@ def verify(
         scan.found += idle
         scan.meter = Meter(sum(scan.planned(m) for m in modules), progress)
         run([partial(scan.read, module) for module in modules], worker_count(workers), scan.meter)
-        scan.compare_fused(modules)
-        scan.compare_input_scales(modules)
+        scan.found += capped(scan.compare_fused(modules), every)
+        scan.found += capped(scan.compare_input_scales(modules), every)
         order = {name: i for i, name in enumerate(checkpoint.tensors)}
-        twins = _Twins(checkpoint, nibble_order or "low", scale_layout or "linear")
+        twins = Twins(checkpoint, modules, nibble_order or "low", scale_layout or "linear")
+        second = Meter(0, None)
         if against is not None:
-            twins.measure(against, modules, worker_count(workers), progress)
-            scan.found += capped(twins.findings(modules), every)
+            with open_checkpoint(against) as dense:
+                twins.pair(dense)
+                second = Meter(twins.nbytes, progress)
+                run(twins.jobs(second.add), worker_count(workers), second)
+            scan.found += capped(twins.findings(), every)
         scan.found.sort(key=lambda f: order.get(f.tensor or "", -1))
         kinds = [m.kind for m in checkpoint.modules if m.kind != "none"]
         facts: dict[str, Any] = {
@@ -123,12 +115,12 @@ def verify(
             "dialect": checkpoint.dialect_name,
             "modules": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
             "selected": sum(m.kind != "none" for m in modules),
-            "bytes": scan.meter.done + twins.meter.done,
+            "bytes": scan.meter.done + second.done,
             "share": scan.meter.done / (sum(t.nbytes for t in checkpoint.tensors.values()) or 1),
             "sample": sample,
             "seconds": round(time.perf_counter() - started, 3),
         }
-        facts |= twins.facts(modules) if against is not None else {}
+        facts |= twins.facts() if against is not None else {}
         return Report("verify", in_order(scan.found), facts)
 
 
@@ -138,58 +130,72 @@ class _Scan:
     def __init__(self, checkpoint: Checkpoint, cap: int | None, sample: float | None = None) -> None:
         self.checkpoint, self.cap, self.sample = checkpoint, cap, sample
         self.found: list[Finding] = []
-        self.scale2: dict[str, float] = {}
-        self.input_scale: dict[str, float] = {}
+        self.scalars: dict[tuple[str, str], Any] = {}
+        """(module, role) -> (experts or 1, halves or 1), the multipliers, where all of them are sound."""
         self.meter = Meter(0, None)
         self._local = threading.local()
 
-    def compare_fused(self, modules: list[Module]) -> None:
+    def compare_fused(self, modules: list[Module]) -> Iterator[Finding]:
         """Report parts with different scale2, and how wrong an engine gets that takes the largest."""
-        for parts in fused_parts(modules).values():
-            values = {m.name: self.scale2[m.name] for m in parts if m.name in self.scale2}
-            if len(set(values.values())) > 1 and min(values.values()) > 0:
-                names = ", ".join(name.rpartition(".")[2] for name in values)
-                factor = max(values.values()) / min(values.values())
-                self.found.append(
-                    Finding(
-                        "HB110",
-                        parts[0].roles["scale2"].name,
-                        got=f"{names}: {', '.join(f'{v:.6g}' for v in values.values())}",
-                        expected="one value",
-                        hint=f"an engine that takes the largest makes the smallest part {factor:.3g} times too large",
-                    )
-                )
+        for names, values, tensor, index in self._fused(modules, "scale2"):
+            if len(set(values)) > 1 and min(values) > 0:
+                factor = max(values) / min(values)
+                got = f"{', '.join(names)}: {', '.join(f'{v:.6g}' for v in values)}"
+                hint = f"an engine that takes the largest makes the smallest part {factor:.3g} times too large"
+                yield Finding("HB110", tensor, index, got, "one value", hint)
 
-    def compare_input_scales(self, modules: list[Module]) -> None:
+    def compare_input_scales(self, modules: list[Module]) -> Iterator[Finding]:
         """Report parts of one input with different input scales, and experts of different inputs with one."""
-        for parts in fused_parts(modules).values():
-            values = {m.name: self.input_scale[m.name] for m in parts if m.name in self.input_scale}
-            if len(set(values.values())) > 1:
-                tensor = next(m.roles["input_scale"].name for m in parts if m.name in values)
-                got = ", ".join(f"{name.rpartition('.')[2]} {value:.6g}" for name, value in values.items())
-                self.found.append(Finding("HB125", tensor, got=got, expected="one value"))
-        layers: dict[tuple[str, ...], list[Module]] = defaultdict(list)
+        for names, values, tensor, index in self._fused(modules, "input_scale"):
+            if len(set(values)) > 1:
+                got = ", ".join(f"{name} {value:.6g}" for name, value in zip(names, values, strict=True))
+                yield Finding("HB125", tensor, index, got=got, expected="one value")
+        layers: dict[tuple[str, str], list[tuple[Stored, float]]] = defaultdict(list)
         for module in modules:
             # Parts that engines fuse read the layer's input, for which experts may agree.
-            found = _EXPERT.fullmatch(module.name)
-            if found and module.name in self.input_scale and not fused_group(module.name):
-                layers[found.groups()].append(module)
+            values = self.scalars.get((module.name, "input_scale"), ())
+            parent, _, last = module.name.rpartition(".")
+            if module.stack is not None and last not in GATE_UP:
+                layers[parent, last] += [(module.roles["input_scale"], v) for (v,) in values if len(values) > 1]
+            elif (found := numbered(module.name)) and len(values) and not fused_group(module.name):
+                layers[found[0], found[2]].append((module.roles["input_scale"], float(values[0, 0])))
         for (_, part), experts in layers.items():
-            same = {self.input_scale[m.name] for m in experts}
+            same = {value for _, value in experts}
             if len(experts) > 1 and len(same) == 1:
                 got = f"{part} {same.pop():.6g} in {len(experts)} experts"
                 hint = "they were not calibrated, or one value was given to all"
-                self.found.append(Finding("HB124", experts[0].roles["input_scale"].name, got=got, hint=hint))
+                yield Finding("HB124", experts[0][0].name, got=got, hint=hint)
+
+    def _fused(
+        self, modules: list[Module], role: str
+    ) -> Iterator[tuple[list[str], list[float], str, list[int] | None]]:
+        """(parts, their scales, a tensor, the expert) of what engines join: layers, or gate and up of a stack."""
+        for parts in fused_parts(modules).values():
+            known = [m for m in parts if self.scalars.get((m.name, role), np.empty(0)).size == 1]
+            if known:
+                values = [float(self.scalars[m.name, role][0, 0]) for m in known]
+                yield [m.name.rpartition(".")[2] for m in known], values, known[0].roles[role].name, None
+        for module in modules:
+            table = self.scalars.get((module.name, role))
+            if module.stack is not None and table is not None and table.shape[1] == 2:
+                names = list(GATE_UP.get(module.name.rpartition(".")[2], ("first", "second")))
+                for expert, values in enumerate(table.tolist()):
+                    yield names, values, module.roles[role].name, [expert]
 
     def planned(self, module: Module) -> int:
         """How many bytes ``read`` reads of a module."""
-        whole = sum(t.nbytes for role, t in module.roles.items() if role in _SCALARS and t.dtype in FLOATS)
-        rest = [t for role, t in module.roles.items() if not (role in _SCALARS and t.dtype in FLOATS)]
-        return whole + sum(stop - start for t in (*rest, *module.unknown) for start, stop in self._spans(t))
+        count = sum(t.nbytes for role, t in module.roles.items() if role in _SCALARS and t.dtype in FLOATS)
+        for role, tensor in module.roles.items():
+            if not (role in _SCALARS and tensor.dtype in FLOATS):
+                count += sum(stop - start for start, stop in self._spans(tensor, _together(module, role)))
+        return count + sum(stop - start for t in module.unknown for start, stop in self._spans(t))
 
-    def _spans(self, tensor: Stored) -> Iterator[tuple[int, int]]:
-        """The bytes (start, stop) to read of a tensor: all, or those of rows spread from the first to the last."""
-        rows = prod(tensor.shape[:-1])
+    def _spans(self, tensor: Stored, together: int = 1) -> Iterator[tuple[int, int]]:
+        """The bytes (start, stop) to read of a tensor: all, or those of rows spread from the first to the last.
+
+        Rows that belong ``together`` are read together.
+        """
+        rows = prod(tensor.shape[:-1]) // together
         count = rows if self.sample is None else max(ceil(rows * self.sample), 2)
         if len(tensor.shape) < 2 or count >= rows or tensor.nbytes % rows:
             yield 0, tensor.nbytes
@@ -199,34 +205,37 @@ class _Scan:
             row = i * (rows - 1) // (count - 1)
             yield row * width, (row + 1) * width
 
-    def _of_sample(self, tensor: Stored) -> str:
+    def _of_sample(self, tensor: Stored, together: int = 1) -> str:
         """What a count is to be followed by where not all was counted."""
-        rows, read = prod(tensor.shape[:-1]), sum(1 for _ in self._spans(tensor))
+        rows, read = prod(tensor.shape[:-1]) // together, sum(1 for _ in self._spans(tensor, together))
         return "" if read == 1 else f" in {read} of {rows} rows"
 
     def read(self, module: Module) -> None:
         """Read all tensors of one module, or a sample of their rows."""
+        coded = module.kind in ("nvfp4", "mxfp4")
         for role, tensor in module.roles.items():
             if role in _SCALARS and tensor.dtype in FLOATS:
                 self._positive(module, role, tensor)
             elif tensor.dtype in _EXPONENT:
-                self._finite(tensor)
+                self._finite(module, role, tensor)
             elif role == "data" and tensor.dtype == "F8_E4M3":
-                self._fp8(tensor)
-            elif not (module.kind == "nvfp4" and role in ("codes", "scales")):
+                self._fp8(module, tensor)
+            elif not (coded and role in ("codes", "scales")):
                 self._skim(tensor)
         for tensor in module.unknown:
-            self._finite(tensor) if tensor.dtype in _EXPONENT else self._skim(tensor)
-        if module.kind == "nvfp4":
+            self._finite(module, "", tensor) if tensor.dtype in _EXPONENT else self._skim(tensor)
+        if coded:
             self._blocks(module)
 
-    def _chunks(self, tensor: Stored) -> Any:
-        """(start, bytes) pieces of a tensor, in one buffer for each thread."""
-        if getattr(self._local, "buffer", None) is None:
-            self._local.buffer = np.empty(CHUNK, np.uint8)
-        for first, stop in self._spans(tensor):
-            for start in range(first, stop, CHUNK):
-                piece = self._local.buffer[: min(CHUNK, stop - start)]
+    def _chunks(self, tensor: Stored, together: int = 1) -> Any:
+        """(start, bytes) pieces of a tensor, in one buffer for each thread; rows ``together`` are in one piece."""
+        unit = 1 if together == 1 else together * tensor.shape[-1]
+        step = max(CHUNK // unit, 1) * unit
+        if getattr(self._local, "buffer", np.empty(0)).nbytes < step:
+            self._local.buffer = np.empty(max(step, CHUNK), np.uint8)
+        for first, stop in self._spans(tensor, together):
+            for start in range(first, stop, step):
+                piece = self._local.buffer[: min(step, stop - start)]
                 self.checkpoint.read_into(tensor, start, piece)
                 self.meter.add(piece.nbytes)
                 yield start, piece
@@ -244,26 +253,32 @@ class _Scan:
                 multiplier = (1 / values).astype(np.float32)  # what a reader multiplies by
         else:
             multiplier = values
+        experts = module.shape[0] if module.stack is not None else 1
+        if values.size in (experts, 2 * experts) and values.size > 1:  # however many axes of 1 there are
+            shape = (experts,) if values.size == experts else (experts, 2)
+            values, multiplier = values.reshape(shape), multiplier.reshape(shape)
         bad = ~(np.isfinite(values) & (values > 0) & np.isfinite(multiplier) & (multiplier > 0))
         if role == "scale":
             bad &= values != 0
+        told = []
         if bad.any():
             code = "HB106" if role in ("scale2", "scale") else "HB123" if role in ("k_scale", "v_scale") else "HB113"
-            index = [int(i) for i in np.argwhere(bad)[0]] if values.size > 1 else None
-            self.found.append(
-                Finding(code, tensor.name, index, got=float(values[bad][0]), expected="positive and finite")
-            )
-        elif role == "scale2" and values.size == 1:
-            value = float(multiplier.reshape(()))
-            self.scale2[module.name] = value
-            if value > 1:
-                pair = ("divisor", "multiplier") if self.checkpoint.dialect.divides else ("multiplier", "reciprocal")
+            for place in np.argwhere(bad)[: None if module.stack is not None else 1]:
+                index = [int(i) for i in place] if values.size > 1 else None
+                got = float(values[tuple(place)])
+                told.append(Finding(code, tensor.name, index, got=got, expected="positive and finite"))
+        if role == "scale2" and (module.stack is not None or values.size == 1):
+            pair = ("divisor", "multiplier") if self.checkpoint.dialect.divides else ("multiplier", "reciprocal")
+            for place in np.argwhere(~bad & (multiplier > 1)):
+                value = float(multiplier[tuple(place)])
                 hint = f"a {pair[1]} may be stored where a {pair[0]} is meant" if value > 16 else None
-                self.found.append(Finding("HB108", tensor.name, got=f"{value:.6g}", expected="below 1", hint=hint))
-        elif role == "input_scale" and values.size == 1:
-            self.input_scale[module.name] = float(multiplier.reshape(()))
+                index = [int(i) for i in place] if values.size > 1 else None
+                told.append(Finding("HB108", tensor.name, index, f"{value:.6g}", "below 1", hint))
+        self.found += capped(told, self.cap is None)
+        if role in ("scale2", "input_scale") and not bad.any() and values.size in (1, experts, 2 * experts):
+            self.scalars[module.name, role] = multiplier.reshape(-1, 2 if values.size == 2 * experts else 1)
 
-    def _finite(self, tensor: Stored) -> None:
+    def _finite(self, module: Module, role: str, tensor: Stored) -> None:
         bits, exponent = _EXPONENT[tensor.dtype]
         bad: list[int] = []
         count = 0
@@ -275,16 +290,16 @@ class _Scan:
                 count += len(where)
                 bad += (where[: CAP - len(bad)] + start // words.itemsize).tolist()
         if count:
-            index = [int(i) for i in np.unravel_index(bad[0], tensor.shape)]
+            index = _place(module, role, tensor, bad[0])
             self.found.append(
                 Finding("HB118", tensor.name, index or None, got=f"{count} values{self._of_sample(tensor)}")
             )
 
-    def _fp8(self, tensor: Stored) -> None:
+    def _fp8(self, module: Module, tensor: Stored) -> None:
         for start, piece in self._chunks(tensor):
             nan = (piece & 127) == 127
             if nan.any():
-                index = [int(i) for i in np.unravel_index(start + int(nan.argmax()), tensor.shape)]
+                index = _place(module, "data", tensor, start + int(nan.argmax()))
                 self.found.append(Finding("HB119", tensor.name, index))
                 return
 
@@ -293,33 +308,38 @@ class _Scan:
         if codes is None:
             return
         zero: Any = None
-        whole = scales is not None and scales.nbytes * 8 == codes.nbytes
-        if scales is not None and scales.dtype in ("F8_E4M3", "U8"):
-            zero = self._scales(scales)
+        if scales is not None and scales.dtype in ("F8_E4M3", "U8") and module.kind == "nvfp4":
+            zero = self._scales(module, scales)
+        elif scales is not None and scales.dtype in ("F8_E8M0", "U8"):
+            self._mx_scales(module, scales)
         elif scales is not None:
             self._skim(scales)
-        any_code, empty = False, 0
-        for start, piece in self._chunks(codes):
-            if piece.nbytes % 8 or (any_code and (zero is None or not whole)):
-                any_code = any_code or bool((piece & 0x77).any())
-                continue
-            blocks = piece.view(np.uint64) & 0x7777777777777777 != 0  # a code of -0 is zero, too
-            any_code = any_code or bool(blocks.any())
-            if zero is not None and whole:
-                empty += int(np.count_nonzero(blocks & zero[start // 8 : (start + piece.nbytes) // 8]))
+        if scales is None or scales.nbytes * 8 != codes.nbytes:
+            zero = None
+        together, empty = _together(module, "codes"), 0
+        experts = _Filled(module.shape[0] if module.stack is not None else 1, codes.nbytes)
+        for start, piece in self._chunks(codes, together):
+            if zero is not None and piece.nbytes % (8 * (codes.shape[-1] if together > 1 else 1)) == 0:
+                used = _used(piece, codes.shape[-1] if together > 1 else 1)
+                empty += int(np.count_nonzero(used & zero[start // 8 : (start + piece.nbytes) // 8]))
+            experts.look(start, piece)
+        sample = self._of_sample(codes, together)
         if empty:
-            self.found.append(
-                Finding("HB115", codes.name, got=f"{empty} blocks{self._of_sample(codes)}", hint="they decode to zero")
-            )
-        if codes.nbytes and not any_code:
-            got = self._of_sample(codes).strip() or None
-            self.found.append(Finding("HB116", codes.name, got=got, hint="a zero weight, or a file with a hole"))
+            got = f"{empty} blocks{sample}"
+            self.found.append(Finding("HB115", codes.name, got=got, hint="they decode to zero"))
+        holes = experts.empty
+        if codes.nbytes and len(holes) == experts.read:
+            hint = "a zero weight, or a file with a hole"
+            self.found.append(Finding("HB116", codes.name, got=sample.strip() or None, hint=hint))
+        else:
+            hint = "one expert was not written, or was pruned"
+            told = [Finding("HB116", codes.name, [e], f"expert {e}{sample}", hint=hint) for e in holes]
+            self.found += capped(told, self.cap is None)
 
-    def _scales(self, tensor: Stored) -> Any:
+    def _scales(self, module: Module, tensor: Stored) -> Any:
         """Report bad block scales; returns the mask of zero ones, or None where there is none."""
         zero, subnormal, read = None, 0, 0
-        positions: dict[str, list[tuple[int, int]]] = {"HB103": [], "HB104": []}
-        counts = dict.fromkeys(positions, 0)
+        bad = {code: _Places(self.cap) for code in ("HB103", "HB104")}
         for start, piece in self._chunks(tensor):
             if not piece.size:
                 continue
@@ -327,23 +347,15 @@ class _Scan:
             top, low = piece.max(), piece.min()
             if top >= 127:
                 nan = (piece & 127) == 127
-                for code, bad in (("HB103", nan), ("HB104", (piece >= 128) & ~nan)):
-                    where = np.flatnonzero(bad)
-                    counts[code] += len(where)
-                    room = len(where) if self.cap is None else max(0, self.cap - len(positions[code]))
-                    positions[code] += [(int(i) + start, int(piece[i])) for i in where[:room]]
+                bad["HB103"].add(start, piece, nan)
+                bad["HB104"].add(start, piece, (piece >= 128) & ~nan)
             if low < 8:
                 subnormal += int(np.count_nonzero((piece > 0) & (piece < 8)))
             if low == 0:
                 zero = np.zeros(tensor.nbytes, bool) if zero is None else zero
                 zero[start : start + piece.nbytes] = piece == 0
-        for code, found in positions.items():
-            for position, byte in found:
-                index = [int(i) for i in np.unravel_index(position, tensor.shape)]
-                self.found.append(Finding(code, tensor.name, index, got=f"byte {byte:02X}", expected="00 to 7E"))
-            if counts[code] > len(found):
-                total = f"{counts[code]} blocks{self._of_sample(tensor) or ' in all'}"
-                self.found.append(Finding(code, tensor.name, got=total, hint="--all lists each"))
+        for code, places in bad.items():
+            self._tell(code, module, tensor, places, "00 to 7E")
         if subnormal:
             share = f"{100 * subnormal / read:.2g} %"
             self.found.append(
@@ -351,144 +363,82 @@ class _Scan:
             )
         return zero
 
+    def _mx_scales(self, module: Module, tensor: Stored) -> None:
+        """Report the bad block scales of MXFP4: FF alone is one."""
+        nan = _Places(self.cap)
+        for start, piece in self._chunks(tensor):
+            if piece.max(initial=0) == 255:
+                nan.add(start, piece, piece == 255)
+        self._tell("HB103", module, tensor, nan, "00 to FE")
 
-class _Lazy:
-    """A dense tensor on disk whose rows are read when they are asked for."""
-
-    def __init__(self, checkpoint: Checkpoint, tensor: Stored) -> None:
-        self._checkpoint, self._tensor, self.shape = checkpoint, tensor, tensor.shape
-
-    def __getitem__(self, rows: slice) -> Any:
-        a, b, _ = rows.indices(self.shape[0])
-        dtype, shape = self._tensor.dtype, (b - a, *self.shape[1:])
-        raw = np.empty(byte_count(dtype, shape), np.uint8)
-        self._checkpoint.read_into(self._tensor, byte_count(dtype, (a, *self.shape[1:])), raw)
-        return as_array(raw, dtype, shape)
+    def _tell(self, code: str, module: Module, tensor: Stored, places: _Places, expected: str) -> None:
+        width = MX_BLOCK if module.kind == "mxfp4" else BLOCK
+        for position, byte in places.first:
+            index = _place(module, "scales", tensor, position)
+            got = f"byte {byte:02X}"
+            self.found.append(Finding(code, tensor.name, index, got=got, expected=expected, width=width))
+        if places.count > len(places.first):
+            total = f"{places.count} blocks{self._of_sample(tensor) or ' in all'}"
+            self.found.append(Finding(code, tensor.name, got=total, hint="--all lists each"))
 
 
-class _Twins:
-    """The quantized weights beside those that they were made from; its jobs run on several threads."""
+class _Places:
+    """Where bad bytes are: the first of them, and how many."""
 
-    NEAR = 256
-    """How many other modules of the same shape a weight may turn out to be: the nearest by name."""
+    def __init__(self, cap: int | None) -> None:
+        self.cap, self.count = cap, 0
+        self.first: list[tuple[int, int]] = []
 
-    def __init__(self, checkpoint: Checkpoint, nibble_order: str, scale_layout: str) -> None:
-        self.checkpoint, self.nibble_order, self.scale_layout = checkpoint, nibble_order, scale_layout
-        self.path = ""
-        self.errors: dict[str, Errors] = {}
-        self.readings: dict[str, str] = {}
-        self.meter = Meter(0, None)
-        self._found: dict[str, Finding] = {}
-        self._dense: dict[str, _Lazy] = {}
-        self._by_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    def add(self, start: int, piece: Any, bad: Any) -> None:
+        """Take in the bad bytes of a piece."""
+        where = np.flatnonzero(bad)
+        self.count += len(where)
+        room = len(where) if self.cap is None else max(0, self.cap - len(self.first))
+        self.first += [(int(i) + start, int(piece[i])) for i in where[:room]]
 
-    def measure(
-        self, against: str | os.PathLike[str], modules: Sequence[Module], workers: int, progress: Progress | None
-    ) -> None:
-        """Compare all quantized modules with their twins in a dense checkpoint."""
-        with open_checkpoint(against) as dense:
-            self.path = str(dense.path)
-            pairs = []
-            for module in self._quantized(modules):
-                twin = self._pair(module, dense)
-                if twin is not None:
-                    pairs.append((module, twin))
-                    self._dense[module.name] = _Lazy(dense, twin)
-                    self._by_shape[twin.shape].append(module.name)
-            self.meter = Meter(sum(t.nbytes for m, twin in pairs for t in (*m.tensors, twin)), progress)
-            run([partial(self._one, module, dense, twin) for module, twin in pairs], workers, self.meter)
 
-    def findings(self, modules: Sequence[Module]) -> list[Finding]:
-        """What the comparison found, in the order of the modules."""
-        names = [m.name for m in self._quantized(modules)]
-        if not names:
-            return [Finding("HB503", got="no quantized module", hint="there is nothing to measure")]
-        return [self._found[name] for name in names if name in self._found]
+class _Filled:
+    """Which experts of a tensor have a code that is not zero; a tensor that is no stack is one expert."""
 
-    def facts(self, modules: Sequence[Module]) -> dict[str, Any]:
-        """The facts of the report."""
-        rows = [(m.name, self.errors[m.name]) for m in modules if m.name in self.errors]
-        overall = Errors(sum(e.noise for _, e in rows), sum(e.signal for _, e in rows))
-        return {
-            "against": [
-                {
-                    "name": name,
-                    "relative": error.relative,
-                    "sqnr": error.sqnr,
-                    "worst": list(error.worst),
-                    "worst_relative": error.worst_relative,
-                    "reading": self.readings.get(name),
-                }
-                for name, error in rows
-            ],
-            "against_overall": {
-                "path": self.path,
-                "modules": len(rows),
-                "relative": overall.relative,
-                "sqnr": overall.sqnr,
-            },
-        }
+    def __init__(self, experts: int, nbytes: int) -> None:
+        self._size = max(nbytes // max(experts, 1), 1)
+        self._filled: dict[int, bool] = {}
 
-    @staticmethod
-    def _quantized(modules: Sequence[Module]) -> list[Module]:
-        return [m for m in modules if m.kind in ("nvfp4", "fp8") and m.main is not None]
+    def look(self, start: int, piece: Any) -> None:
+        """Take in a piece."""
+        stop = start + piece.nbytes
+        for expert in range(start // self._size, -(-stop // self._size)):
+            if not self._filled.get(expert):
+                first, last = max(expert * self._size, start), min((expert + 1) * self._size, stop)
+                self._filled[expert] = bool((piece[first - start : last - start] & 0x77).any())
 
-    def _pair(self, module: Module, dense: Checkpoint) -> Stored | None:
-        """The dense twin of a module; where there is none that can be compared, a finding."""
-        name = module.main.name if module.main else module.name
-        names = [f"{n}.weight" for n in (module.name, *spellings(module.name, fused=False))]
-        twin = next((dense.tensors[n] for n in names if n in dense.tensors), None)
-        if twin is None:
-            self._found[module.name] = Finding("HB503", name, expected=names[0])
-        elif twin.dtype not in FLOATS:
-            hint = "it is quantized itself: dequantize it first"
-            self._found[module.name] = Finding("HB503", name, got=str(twin), expected=" or ".join(FLOATS), hint=hint)
-        elif twin.shape != module.shape:
-            self._found[module.name] = Finding("HB504", name, got=list(module.shape), expected=list(twin.shape))
-        else:
-            return twin
-        return None
+    @property
+    def read(self) -> int:
+        """How many experts something was read of."""
+        return len(self._filled)
 
-    def _one(self, module: Module, dense: Checkpoint, twin: Stored) -> None:
-        name = module.main.name if module.main else module.name
-        try:
-            refuse_broken(module)
-            refuse_companions(module, {"lora_a", "lora_b"}, "are not in the dense twin's weight")
-        except FormatError as error:
-            hint = f"not measured: {error.message}"
-            self._found[module.name] = Finding("HB503", name, got=error.got, expected=error.expected, hint=hint)
-        else:
-            weight = self.checkpoint.load(module)
-            try:
-                if module.kind == "nvfp4":
-                    weight = reinterpret(weight, self.nibble_order, self.scale_layout)
-            except WeightError as error:
-                self._found[module.name] = Finding("HB504", name, None, error.got, error.expected, error.message)
-            else:
-                self._compare(module, weight, dense, twin)
-        self.meter.add(twin.nbytes + sum(t.nbytes for t in module.tensors))
+    @property
+    def empty(self) -> list[int]:
+        """Those without such a code in what was read."""
+        return sorted(expert for expert, filled in self._filled.items() if not filled)
 
-    def _compare(self, module: Module, weight: Any, dense: Checkpoint, twin: Stored) -> None:
-        error = self.errors[module.name] = error_of(weight, self._dense[module.name])
-        if error.relative <= CALM[weight.kind]:
-            return
-        values = dense.read(twin)
-        bound = bound_of(weight, values)
-        if error.relative <= bound:
-            return
-        near = nearest(module.name, self._by_shape[twin.shape])[: self.NEAR]
-        reading = diagnose(weight, values, {other: self._dense[other] for other in near}, module.name)
-        if reading is not None:
-            self.readings[module.name] = reading.name
-            hint = f"{reading.name}: {reading.relative:.4g} if read so; {reading.hint}"
-        else:
-            hint = f"no reading explains it; the worst block is {list(error.worst)}"
-        if error.signal != error.signal or error.signal == float("inf"):
-            hint = "the dense twin holds NaN or Inf"
-        self._found[module.name] = Finding(
-            "HB501" if error.relative > far(bound) else "HB502",
-            module.main.name if module.main else module.name,
-            got=float(f"{error.relative:.4g}"),
-            expected=f"at most {bound:.3g}",
-            hint=hint,
-        )
+
+def _used(piece: Any, stride: int) -> Any:
+    """Whether the 8 bytes of each block, ``stride`` bytes apart, have a code other than 0 and -0."""
+    if stride == 1:
+        return piece.view(np.uint64) & 0x7777777777777777 != 0
+    return (np.bitwise_or.reduce(piece.reshape(-1, 8, stride), axis=1) & 0x77 != 0).reshape(-1)
+
+
+def _together(module: Module, role: str) -> int:
+    """How many rows of a tensor on disk make whole blocks: where K comes before N, 8 rows of bytes."""
+    columns = module.stack is not None and module.stack.columns
+    return 8 if columns and role == "codes" and prod(module.roles[role].shape[:-1]) % 8 == 0 else 1
+
+
+def _place(module: Module, role: str, tensor: Stored, position: int) -> list[int]:
+    """The index of an element, or of a block: [expert, row, block] also where rows lie as columns."""
+    index = [int(i) for i in np.unravel_index(position, tensor.shape)]
+    if role in ("scales", "data") and module.stack is not None and module.stack.columns:
+        index[-2:] = index[:-3:-1]
+    return index
