@@ -32,7 +32,11 @@ PROCESS_BYTES = 24 << 20
 """Memory of a process of ours before its first task: the interpreter, NumPy, the modules of halfbyte."""
 
 _ENOUGH = 256 << 20
-"""Source bytes for each process that repay its start: about a second of work, beside a fifth of one."""
+"""Source bytes for each process that repay its start: about a second of work, beside a fifth of one.
+
+Up to four, threads are as fast: NumPy lets go of the interpreter's lock. Beyond, they wait for it and for memory:
+quantizing 8.6 GB on 16 cores took 11.5 s on 8 threads and 15.8 s on 16, and on as many processes 9.3 s and 5.8 s.
+"""
 
 Where: TypeAlias = Executor | Literal["processes"] | None
 """Where tasks run: on an executor, on processes where that pays, or (None) on threads."""
