@@ -35,7 +35,7 @@ from checkpoints import (
 from halfbyte.errors import FormatError, HalfbyteError, UsageError
 from halfbyte.experts import encode_stacks
 from halfbyte.modules import Stack
-from halfbyte.weight import Mxfp4Weight
+from halfbyte.weight import Mxfp4Weight, Weight
 
 P = "model.layers.0.mlp.experts"
 E, INTER, HIDDEN = 4, 48, 32
@@ -463,3 +463,55 @@ def test_any_damage_is_refused_in_words(tmp_path):
             with contextlib.suppress(HalfbyteError):
                 convert(src, tmp_path / "out", force=True, **options)
             halfbyte.verify(src)
+
+
+# --- dequantize
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "llama4_text", "qwen3_moe", None])
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+def test_a_stack_becomes_a_dense_stack_as_the_model_has_it(kind, columns, tmp_path):
+    made = expert_weights(E, INTER, HIDDEN, scale2=lambda e, i: 2.0 ** -(9 + e + i), input_scale=lambda e, i: 0.5)
+    order = "up_first"
+    stacked = stacked_experts(P, made, columns=columns, order=order, halves=True)
+    metadata = encode_stacks({f"{P}.gate_up_proj": Stack(columns, order)})
+    src = make(tmp_path / "src", stacked, {"model_type": kind}, metadata)
+    report = halfbyte.dequantize_checkpoint(src, tmp_path / "dense", dtype="float32")
+    values = {key: Weight(**roles).dequantize() for key, roles in made.items()}
+    dense_order = {"gpt_oss": "interleaved", None: "up_first"}.get(kind, "concatenated")
+    turned = columns if kind is None else kind in ("gpt_oss", "llama4_text")
+    pairs = [joined(values[e, "gate_proj"], values[e, "up_proj"], dense_order) for e in range(E)]
+    expected = {"gate_up_proj": np.stack(pairs), "down_proj": np.stack([values[e, "down_proj"] for e in range(E)])}
+    found = tensors_of(tmp_path / "dense")
+    assert set(found) == {f"{P}.{name}" for name in expected}
+    for name, array in expected.items():
+        array = array.swapaxes(1, 2) if turned else array
+        assert found[f"{P}.{name}"] == Raw("F32", array.shape, array.tobytes())
+    assert {t["tensor"] for t in report.facts["tensors"]} == set(stacked)
+    assert {t["action"] for t in report.facts["tensors"] if "input_scale" in t["tensor"]} == {"dropped"}
+
+
+def test_gpt_oss_becomes_dense(tmp_path):
+    src, values = gpt_oss(tmp_path / "src")
+    halfbyte.dequantize_checkpoint(src, tmp_path / "dense", dtype="float32")
+    found = tensors_of(tmp_path / "dense")
+    assert found[f"{P}.gate_up_proj"].shape == (E, HIDDEN, 2 * INTER)
+    assert found[f"{P}.gate_up_proj_bias"] == tensors_of(src)[f"{P}.gate_up_proj_bias"]
+    with halfbyte.open(tmp_path / "dense") as ck:
+        dense = {m.name: ck.load(m).data for m in ck.parts if m.name in values}
+    assert set(dense) == set(values)
+    for name, expected in values.items():
+        assert np.array_equal(dense[name], expected)
+
+
+def test_values_of_a_stack_that_are_not_finite_are_named_by_expert(tmp_path):
+    made = expert_weights(E, INTER, HIDDEN, **EACH)
+    stacked = stacked_experts(P, made, columns=True)
+    scales = stacked[f"{P}.gate_up_proj_weight_scale"].view(np.uint8).copy()
+    scales[2, 1, INTER + 5] = 0x7F  # row 5 of up, columns 16 to 31
+    src = make(tmp_path / "src", stacked | {f"{P}.gate_up_proj_weight_scale": scales.view(E4M3)})
+    report = halfbyte.dequantize_checkpoint(src, tmp_path / "dense")
+    (finding,) = report.findings
+    assert (finding.code, finding.tensor) == ("HB118", f"{P}.gate_up_proj")
+    assert finding.index == [2, INTER + 5, 16]
+    assert finding.got == "16 values"
