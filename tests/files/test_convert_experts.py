@@ -515,3 +515,35 @@ def test_values_of_a_stack_that_are_not_finite_are_named_by_expert(tmp_path):
     assert (finding.code, finding.tensor) == ("HB118", f"{P}.gate_up_proj")
     assert finding.index == [2, INTER + 5, 16]
     assert finding.got == "16 values"
+
+
+def test_dense_stacks_beside_quantized_ones_are_ignored_by_name(tmp_path):
+    """A config that quantizes the one part of the experts must not quantize the other."""
+    made = {k: r for k, r in expert_weights(E, INTER, HIDDEN, **EACH).items() if k[1] == "down_proj"}
+    shape = (INTER, HIDDEN)
+    dense = {f"{P}.{e}.{p}.weight": np.ones(shape, BF16) for e in range(E) for p in PARTS[:2]}
+    other = {f"model.layers.1.mlp.experts.{e}.{p}.weight": np.ones(shape, BF16) for e in range(E) for p in PARTS[:2]}
+    src = make(tmp_path / "src", split_experts(P, made) | dense | other)
+    convert(src, tmp_path / "out", experts="stacked")
+    ignored = read_json(tmp_path / "out" / "hf_quant_config.json")["quantization"]["exclude_modules"]
+    assert ignored == [f"{P}.gate_up_proj", "model.layers.1.mlp.experts"]
+    assert not [f for f in halfbyte.verify(tmp_path / "out").findings if f.code in ("HB202", "HB203", "HB204")]
+    config = read_json(tmp_path / "out" / "config.json")
+    config["quantization_config"]["ignore"] = []
+    quant = tmp_path / "out" / "hf_quant_config.json"
+    quant.unlink()
+    write_json(tmp_path / "out" / "config.json", config)
+    told = {f.tensor for f in halfbyte.verify(tmp_path / "out").findings if f.code == "HB203"}
+    assert told == {f"{P}.gate_up_proj", "model.layers.1.mlp.experts.gate_up_proj"}
+
+
+def test_dotted_dense_stacks(tmp_path):
+    stack = np.arange(E * INTER * HIDDEN, dtype=np.float32).reshape(E, INTER, HIDDEN)
+    src = make(tmp_path / "src", {f"{P}.up_proj.weight": stack})
+    halfbyte.quantize_checkpoint(src, tmp_path / "out")
+    with halfbyte.open(tmp_path / "out") as ck:
+        assert ck[f"{P}.2.up_proj"].same(halfbyte.quantize(stack[2]))
+    back = tmp_path / "back"
+    convert(tmp_path / "out", tmp_path / "stacked", experts="stacked")
+    halfbyte.dequantize_checkpoint(tmp_path / "stacked", back, dtype="float32")
+    assert tensors_of(back)[f"{P}.up_proj"].shape == stack.shape

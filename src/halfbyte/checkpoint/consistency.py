@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -103,18 +103,18 @@ def quantized(checkpoint: Checkpoint) -> list[Module]:
     return [m for m in checkpoint.modules if m.kind in QUANTIZED]
 
 
-def linear_modules(checkpoint: Checkpoint) -> dict[str, str]:
-    """Name -> class of the dense modules that a config may name: those with a weight of two axes."""
-    dense = ((m.name, module_class(m.name, len(m.shape))) for m in checkpoint.modules if m.kind == "dense" and m.name)
-    return {name: cls for name, cls in dense if cls is not None}
+def linear_modules(modules: Iterable[Module]) -> Iterator[tuple[str, str, Module]]:
+    """(name, class, module) of the dense matrices that a config may name; a stack is known by what holds it."""
+    for module in modules:
+        if module.kind == "dense" and module.stack is not None:
+            yield module.name.rpartition(".")[0], "Linear", module
+        elif module.kind == "dense" and module.name and (cls := module_class(module.name, len(module.shape))):
+            yield module.name, cls, module
 
 
-def config_facts(
-    checkpoint: Checkpoint, modules: Mapping[str, Module], dense: Mapping[str, str] | None = None
-) -> Facts:
-    """What a config has to say of a checkpoint in which ``modules`` are quantized; ``dense`` as of linear_modules."""
-    others = linear_modules(checkpoint) if dense is None else dense
-    dense = {name: cls for name, cls in others.items() if name not in modules}
+def config_facts(checkpoint: Checkpoint, modules: Mapping[str, Module], others: Iterable[Module]) -> Facts:
+    """What a config has to say of a checkpoint in which ``modules`` are quantized, and ``others`` are as they are."""
+    dense = {name: cls for name, cls, _ in linear_modules(others) if name not in modules}
     if checkpoint.config.get("tie_word_embeddings") is True and "lm_head" not in modules:
         dense["lm_head"] = "Linear"  # not on disk, but engines build it and ask how
     return Facts(modules, dense, kv_format(checkpoint.headers))
@@ -166,11 +166,11 @@ def _config_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
             )
     elif wants_input[False]:
         yield Finding("HB112", got=f"{len(wants_input[False])} modules", hint="this is a W4A16 checkpoint")
-    for name, cls in linear_modules(checkpoint).items() if modules else ():
-        layer = layer_of(name, cls)
+    for _, cls, module in linear_modules(checkpoint.modules) if modules else ():
+        layer = layer_of(module.name, cls)
         if layer is not None:
             hint = "add it to the list of ignored modules: engines look for its scales"
-            yield Finding("HB203", f"{name}.weight", got="dense", expected=layer.kind, hint=hint)
+            yield Finding("HB203", module.roles["data"].name, got="dense", expected=layer.kind, hint=hint)
     yield from _kv_findings(checkpoint)
 
 

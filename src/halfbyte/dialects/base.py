@@ -152,7 +152,9 @@ class Dialect:
             rest = [tensor for tensor in group.values() if tensor.name not in taken]
         if kind in ("dense", "none"):
             if roles:
-                yield Module(name, kind, roles)
+                module = Module(name, kind, roles)
+                stacked = len(module.shape) == 3 and name.rpartition(".")[0].endswith("experts")
+                yield as_stack(headers, module) if stacked else module
             yield from (Module(t.name, "none", {"data": t}) for t in rest)
             return
         if kind == "unread":

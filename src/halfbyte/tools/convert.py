@@ -22,7 +22,6 @@ from halfbyte.errors import FormatError, UsageError
 from halfbyte.experts import COLUMNS, INTERLEAVED, METADATA, Bundle, bundled, encode_stacks, expand, model_types
 from halfbyte.findings import Finding, Report, in_order
 from halfbyte.modules import QUANTIZED, Module, Reading, Stack, refuse_broken
-from halfbyte.patterns import module_class
 from halfbyte.stored import Stored, View, byte_count, read_into
 from halfbyte.tasks import Step, Where
 from halfbyte.tools.base import (
@@ -249,7 +248,7 @@ def _config_facts(checkpoint: Checkpoint, entries: Sequence[Module | Bundle]) ->
         if isinstance(entry, Bundle):
             kinds[entry.name.rpartition(".")[0]].add(entry.module.kind)
     found: dict[str, Module] = {}
-    dense: dict[str, str] = {}
+    others: list[Module] = []
     for entry in entries:
         module, name = (entry, entry.name) if isinstance(entry, Module) else (entry.module, entry.name)
         parent = name.rpartition(".")[0]
@@ -257,9 +256,11 @@ def _config_facts(checkpoint: Checkpoint, entries: Sequence[Module | Bundle]) ->
             name = parent
         if module.kind in QUANTIZED:
             found[name] = module
-        elif module.kind == "dense" and name and (cls := module_class(name, len(module.shape))) is not None:
-            dense[name] = cls
-    return config_facts(checkpoint, found, dense)
+        elif isinstance(entry, Module):
+            others.append(entry)
+        else:
+            others.append(Module(f"{name}.weight", module.kind, {}, (), entry.stack))  # known by what holds it
+    return config_facts(checkpoint, found, others)
 
 
 def _listed(outputs: Iterable[Output]) -> list[dict[str, Any]]:

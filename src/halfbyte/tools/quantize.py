@@ -190,8 +190,8 @@ class _Quantize(Work):
             outputs += self._names(module).values() if self._chosen(module) else ()
             outputs += [next(beside).stored for _ in self._beside(module)]
         self._outputs = {o.stored.name: o for o in self._made.outputs}
-        self._dense = {m.name: c for m in parts if (c := _dense_class(m)) is not None and not self._chosen(m)}
-        self._kept = {m.name: m for m in parts if m.kind in QUANTIZED and not self._chosen(m)}
+        self._others = [m for m in parts if not self._chosen(m)]
+        self._kept = {m.name: m for m in self._others if m.kind in QUANTIZED}
         shards = distribute(outputs, size)
         owners = {t.name: m for m in modules.values() for t in self._names(m).values()}
         self._members = {
@@ -324,7 +324,7 @@ class _Quantize(Work):
 
     def side_files(self, writer: CheckpointWriter) -> list[dict[str, str]]:
         modules = {name: Module(name, "nvfp4", self._names(m)) for name, m in self._modules.items()} | self._kept
-        section, extra = self.target.config(config_facts(self.checkpoint, modules, self._dense))
+        section, extra = self.target.config(config_facts(self.checkpoint, modules, self._others))
         return write_side_files(writer, self.checkpoint, section, extra, False)
 
     def findings(self) -> list[Finding]:
@@ -345,11 +345,6 @@ def _whole_stacks(checkpoint: Checkpoint, chosen: Mapping[str, Module]) -> list[
         split = module.stack is not None and any(chosen.get(m.name) is m for m in layers)
         found += layers if split or module.stack is None else [module]
     return found
-
-
-def _dense_class(module: Module) -> str | None:
-    """The class of a dense matrix, by which a config may know it."""
-    return module_class(module.name, len(module.shape)) if module.kind == "dense" and module.name else None
 
 
 def _weight_bytes(module: Module) -> int:
