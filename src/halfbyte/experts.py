@@ -40,7 +40,8 @@ COLUMNS: Final = {"gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "open
 """Model types whose dense stacks are (E, K, N); those of all others are (E, N, K)."""
 
 _SPELLED: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "w13": "gate_up_proj"}
-_NUMBERED = re.compile(r"(.*\bexperts)\.(\d+)\.([^.]+)")
+_NUMBERED = re.compile(r"(.*\bexperts)\.(0|[1-9][0-9]{0,4})\.([^.]+)")
+"""A larger number is not that of an expert: checks look at each number up to the largest."""
 COMPANIONS: Final = {
     "_weight_scale": "scales",
     "_weight_scale_2": "scale2",

@@ -22,7 +22,7 @@ from checkpoints import (
     write_json,
 )
 from halfbyte.errors import FormatError
-from halfbyte.experts import encode_stacks, gather
+from halfbyte.experts import encode_stacks, gather, numbered
 from halfbyte.modules import Stack
 from halfbyte.weight import Weight
 
@@ -292,3 +292,11 @@ def test_gather_is_the_inverse_of_reading(columns, order, item):
     assert np.array_equal(gather(Stack(columns, order), columns, item, [gate, up]), expected)
     alone = gate.reshape(6, -1, item).swapaxes(0, 1).reshape(-1) if columns else gate.reshape(-1)
     assert np.array_equal(gather(Stack(columns, order), columns, item, [gate]), alone)
+
+
+def test_numbers_of_experts():
+    """A name that only looks like an expert's is like any other, and costs nothing."""
+    assert numbered("m.layers.3.mlp.experts.12.up_proj") == ("m.layers.3.mlp.experts", 12, "up_proj")
+    assert numbered("experts.0.w1") == ("experts", 0, "w1")
+    for name in ("experts.012.w1", "experts.100000.w1", f"experts.{'9' * 5000}.w1", "experts.٣.w1", "experts.1.w1.x"):
+        assert numbered(name) is None
