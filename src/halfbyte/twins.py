@@ -170,8 +170,8 @@ class Twins:
         """What to do where no one reading is right for all weights."""
         fits = []
         for reading in wanted:
-            whole, count = self._whole(reading) or Reading(), sum(need == reading for need in needs.values())
-            options = " ".join(whole.options) or "no option"
+            whole, count = self._whole(reading), sum(need == reading for need in needs.values())
+            options = " ".join(whole.options if whole is not None else ()) or "no option"
             fits.append(f"{options} fits {count} of {len(self.errors)}")
         patterns = [f"--include {shlex.quote(name)}" for name in needs]
         more = f" and {len(patterns) - SHOWN} more" if len(patterns) > SHOWN else ""
