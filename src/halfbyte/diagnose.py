@@ -25,8 +25,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from halfbyte.errors import WeightError
-from halfbyte.layouts import Order
 from halfbyte.layouts.base import arrange, restore
+from halfbyte.modules import Reading
 from halfbyte.numerics import (
     BLOCK,
     E2M1_MAX,
@@ -41,6 +41,7 @@ from halfbyte.numerics import (
     pack_nibbles,
     unpack_nibbles,
 )
+from halfbyte.reading import ATOMS
 from halfbyte.weight import Fp8Weight, Mxfp4Weight, Weight
 
 CALM: Final = {"nvfp4": 0.11, "fp8": 1 / 16, "mxfp4": 0.14}
@@ -104,6 +105,8 @@ class Entry:
         read: gives the weight as it was meant.
         tile: N and K/16 must be multiples of it.
         kinds: of the weights that it is for.
+        readings: with which a checkpoint of NVFP4 weights is read so, where its dialect multiplies by scale2 and where
+            it divides; None where no reading does.
     """
 
     name: str
@@ -111,6 +114,7 @@ class Entry:
     read: Callable[[Any], Any]
     tile: tuple[int, int] = (1, 1)
     kinds: tuple[str, ...] = ("nvfp4",)
+    readings: tuple[Reading | None, Reading | None] = (None, None)
 
     def fits(self, weight: Any) -> bool:
         """Whether the bytes of ``weight`` can be read so."""
@@ -119,28 +123,23 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """The reading that explains a weight.
+class Diagnosis:
+    """What explains a weight.
 
     Attributes:
         name: what is wrong.
         relative: the relative error that is left.
         hint: what to do.
+        readings: as of Entry.
     """
 
     name: str
     relative: float
     hint: str
+    readings: tuple[Reading | None, Reading | None] = (None, None)
 
 
 # --- the readings
-
-ATOMS: Final = {
-    "128x4": Order("(nt n4 n32) (kt k4) -> nt kt n32 n4 k4", n4=4, n32=32, k4=4),
-    "8x4": Order("(nt n8) (kt k4) -> nt kt n8 k4", n8=8, k4=4),
-}
-"""The orders of swizzled block scales."""
-
 
 _Any: TypeAlias = Weight | Fp8Weight | Mxfp4Weight
 
@@ -214,31 +213,44 @@ _GGUF = "it is in GGUF's order: convert it from the GGUF file again"
 _SCALE2 = "write it again as the multiplier amax / 2688 (weight_scale_2) or its reciprocal (weight_global_scale)"
 
 
+def _always(reading: Reading) -> tuple[Reading, Reading]:
+    return reading, reading
+
+
 def _atom_entries() -> Iterator[Entry]:
     for atom, order in ATOMS.items():
-        option = f"with --scale-layout {atom}" if atom in SCALE_LAYOUTS else "as an 8x4 layout for small batches"
         back, forth = partial(unswizzle, atom=atom), partial(swizzle, atom=atom)
         ways: list[tuple[str, str, list[Callable[[Weight], Weight]]]] = [
-            ("swizzled", f"it reads right {option}", [back]),
-            ("unswizzled though they were linear", "swizzle them back", [forth]),
-            ("swizzled twice", "unswizzle them twice", [back, back]),
+            ("swizzled", atom, [back]),
+            ("unswizzled though they were linear", f"{atom}-undone", [forth]),
+            ("swizzled twice", f"{atom}-twice", [back, back]),
         ]
-        for name, hint, steps in ways:
-            yield Entry(f"block scales {name} ({atom})", hint, _chain(*steps), order.multiples)
-            both = f"nibbles swapped and block scales {name} ({atom})"
-            yield Entry(both, f"{_HIGH}; {hint}", _chain(*steps, swap_nibbles), order.multiples)
+        for name, layout, steps in ways:
+            hint, one = f"it reads right with --scale-layout {layout}", _always(Reading(scale_layout=layout))
+            yield Entry(f"block scales {name} ({atom})", hint, _chain(*steps), order.multiples, readings=one)
+            both, two = f"nibbles swapped and block scales {name} ({atom})", _always(Reading("high", layout))
+            hint = f"{_HIGH}; {hint}"
+            yield Entry(both, hint, _chain(*steps, swap_nibbles), order.multiples, readings=two)
 
-
-NIBBLE_ORDERS: Final = ("low", "high")
-SCALE_LAYOUTS: Final = ("linear", "128x4")
 
 READINGS: Final[tuple[Entry, ...]] = (
-    Entry("nibbles swapped", _HIGH, swap_nibbles, kinds=("nvfp4", "mxfp4")),
+    Entry("nibbles swapped", _HIGH, swap_nibbles, kinds=("nvfp4", "mxfp4"), readings=_always(Reading("high"))),
     Entry("nibbles in halves of a block", _GGUF, join_halves, kinds=("nvfp4", "mxfp4")),
     *_atom_entries(),
-    Entry("scale2 inverted", f"a divisor stands where a multiplier is meant, or the reverse: {_SCALE2}", _invert),
+    Entry(
+        "scale2 inverted",
+        f"a divisor stands where a multiplier is meant, or the reverse: {_SCALE2}",
+        _invert,
+        readings=(Reading(scale2="divisor"), Reading(scale2="multiplier")),
+    ),
     Entry("scale2 that belongs to nobody", "the block scales alone are right: write scale2 = 1", _drop),
-    Entry("scale2 that is amax", _SCALE2, _times(1 / FULL_SCALE)),
+    Entry("scale2 that is amax", _SCALE2, _times(1 / FULL_SCALE), readings=(Reading(scale2="amax"), None)),
+    Entry(
+        "scale2 that is 1 / amax",
+        f"amax stands where a divisor is meant, or a divisor lacks the 2688: {_SCALE2}",
+        _chain(_invert, _times(1 / FULL_SCALE)),
+        readings=(None, Reading(scale2="amax")),
+    ),
     Entry("scale2 divided by 2688 twice", _SCALE2, _times(FULL_SCALE)),
     Entry("scale2 that is amax / 448", f"it lacks the 6 of E2M1: {_SCALE2}", _times(1 / E2M1_MAX)),
     Entry("scale2 that is amax / 6", f"it lacks the 448 of E4M3: {_SCALE2}", _times(1 / E4M3_MAX)),
@@ -254,27 +266,6 @@ READINGS: Final[tuple[Entry, ...]] = (
     Entry("FP8 scale that is amax", "write it divided by 448", _rescaled(lambda s: s / E4M3_MAX), kinds=("fp8",)),
 )
 """Every reading that is tried; a new one is one entry."""
-
-
-def reinterpret(weight: Weight, nibble_order: str = "low", scale_layout: str = "linear") -> Weight:
-    """The weight read with another nibble order or scale layout than its dialect's.
-
-    Raises:
-        WeightError: an unknown name, or block scales that are not whole tiles of the layout.
-    """
-    for what, got, known in (("nibble order", nibble_order, NIBBLE_ORDERS), ("layout", scale_layout, SCALE_LAYOUTS)):
-        if got not in known:
-            raise WeightError(f"unknown {what}", got=repr(got), expected=" or ".join(known))
-    if scale_layout != "linear":
-        n, blocks = ATOMS[scale_layout].multiples
-        if weight.n % n or weight.scales.shape[-1] % blocks:
-            shape = list(weight.scales.shape)
-            raise WeightError(
-                "scales of this shape are not swizzled", got=shape, expected=f"multiples of [{n}, {blocks}]"
-            )
-        weight = unswizzle(weight, scale_layout)
-    read: Weight = swap_nibbles(weight) if nibble_order == "high" else weight
-    return read
 
 
 # --- permutations of rows
@@ -427,7 +418,7 @@ def far(bound: float, kind: str = "nvfp4") -> float:
 # --- diagnosis
 
 
-def diagnose(weight: _Any, dense: Array, others: Mapping[str, Any] | None = None, name: str = "") -> Reading | None:
+def diagnose(weight: _Any, dense: Array, others: Mapping[str, Any] | None = None, name: str = "") -> Diagnosis | None:
     """The reading that explains why a weight is far from its dense twin.
 
     Args:
@@ -454,12 +445,12 @@ def diagnose(weight: _Any, dense: Array, others: Mapping[str, Any] | None = None
     for _, i in sorted(t for t in tried if t[0] <= limit):
         whole = error_of(READINGS[i].read(weight), dense).relative
         if whole <= limit:
-            return Reading(READINGS[i].name, whole, READINGS[i].hint)
+            return Diagnosis(READINGS[i].name, whole, READINGS[i].hint, READINGS[i].readings)
     for title, hint, index in permutations(n):
         if error_of(few, dense[index[rows]]).relative <= limit:
             whole = error_of(weight, _Rows(dense, index)).relative
             if whole <= limit:
-                return Reading(title, whole, hint)
+                return Diagnosis(title, whole, hint)
     return (
         _off_by_a_factor(weight, dense, limit)
         or _another(weight, others or {}, name, limit)
@@ -493,7 +484,7 @@ def _mx(weight: Mxfp4Weight, rows: Any) -> Mxfp4Weight:
     return Mxfp4Weight(codes=weight.codes[rows], scales=weight.scales[rows], k=weight.shape[-1])
 
 
-def _off_by_a_factor(weight: _Any, dense: Array, limit: float) -> Reading | None:
+def _off_by_a_factor(weight: _Any, dense: Array, limit: float) -> Diagnosis | None:
     """A scale that no rule explains, such as one that was lost: the factor that fits best."""
     products = squares = 0.0
     for a in range(0, weight.shape[0], step := max(1, _CHUNK // max(weight.shape[1], 1))):
@@ -514,10 +505,10 @@ def _off_by_a_factor(weight: _Any, dense: Array, limit: float) -> Reading | None
     lost = bool((scale == 1).all())
     title = "scale2 dropped: the file holds 1" if lost else f"scale that is {1 / factor:.6g} times the right one"
     hint = f"about {float(scale.reshape(-1)[0]) * factor:.6g} fits; quantize the module again"
-    return Reading(title, left, hint)
+    return Diagnosis(title, left, hint)
 
 
-def _other_exponent(weight: Mxfp4Weight, dense: Array, factor: float, limit: float) -> Reading | None:
+def _other_exponent(weight: Mxfp4Weight, dense: Array, factor: float, limit: float) -> Diagnosis | None:
     """Exponents that are all off by the same number, such as those of another bias."""
     shift = round(math.log2(factor))
     scales = np.clip(weight.scales.astype(np.int16) + shift, 0, 254).astype(np.uint8)
@@ -525,10 +516,10 @@ def _other_exponent(weight: Mxfp4Weight, dense: Array, factor: float, limit: flo
     if not shift or not left <= limit:
         return None
     title = f"MXFP4 scales that are {2.0**-shift:g} times the right ones"
-    return Reading(title, left, f"add {shift} to each scale byte, or quantize the module again")
+    return Diagnosis(title, left, f"add {shift} to each scale byte, or quantize the module again")
 
 
-def _another(weight: _Any, others: Mapping[str, Any], name: str, limit: float) -> Reading | None:
+def _another(weight: _Any, others: Mapping[str, Any], name: str, limit: float) -> Diagnosis | None:
     """Whether the weight is that of another module: 16 rows are compared before the whole."""
     n, _ = weight.shape
     start = max(0, n // 2 - BLOCK // 2)
@@ -539,7 +530,7 @@ def _another(weight: _Any, others: Mapping[str, Any], name: str, limit: float) -
             whole = error_of(weight, twin).relative
             if whole <= limit:
                 title = f"{kinship(name, other)}: it holds {other}"
-                return Reading(title, whole, "exchange them back, or quantize again")
+                return Diagnosis(title, whole, "exchange them back, or quantize again")
     return None
 
 
@@ -557,7 +548,7 @@ def kinship(name: str, other: str) -> str:
     return "another module"
 
 
-def _permuted(weight: _Any, dense: Array, limit: float) -> Reading | None:
+def _permuted(weight: _Any, dense: Array, limit: float) -> Diagnosis | None:
     """Whether the rows are the dense twin's in no order that has a name: rows are matched by their sketches."""
     n, k = weight.shape
     asked = np.unique(np.linspace(0, n - 1, min(n, _QUERY)).astype(np.int64))
@@ -582,7 +573,7 @@ def _permuted(weight: _Any, dense: Array, limit: float) -> Reading | None:
         return None
     moved = int((index[found] != asked[found]).sum())
     title = f"rows permuted: {found.mean():.3g} of them are rows of the dense twin, {moved / len(asked):.3g} elsewhere"
-    return Reading(title, left, "no order that has a name: quantize the module again")
+    return Diagnosis(title, left, "no order that has a name: quantize the module again")
 
 
 def _sketch(rows_of: Callable[[int, int], Any], n: int, k: int, signs: Any) -> Any:

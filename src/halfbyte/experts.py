@@ -258,11 +258,15 @@ def _part(module: Module, stack: Stack, role: str, tensor: Stored, expert: int, 
         if prod(tensor.shape) == 1:
             return replace(whole, shape=())
         width = prod(tensor.shape[1:])
-        item, each = tensor.nbytes // (experts * width), 1 if width == halves else width
+        item, made, each = (
+            whole.region // (experts * width),
+            tensor.nbytes // (experts * width),
+            1 if width == halves else width,
+        )
         start = tensor.start + (expert * width + (half if width == halves else 0)) * item
         scalar: tuple[int, ...] = () if each == 1 else (each,)
         return replace(
-            whole, shape=scalar, start=start, nbytes=each * item, region=each * item, expert=expert, first=half
+            whole, shape=scalar, start=start, nbytes=each * made, region=each * item, expert=expert, first=half
         )
     if role == "pre_scale" and tensor.shape[0] != experts:
         return tensor
@@ -284,7 +288,7 @@ def _part(module: Module, stack: Stack, role: str, tensor: Stored, expert: int, 
     else:
         shape = (count, width // item)
     part = replace(one, shape=shape, nbytes=count * width, first=first, stride=stride)
-    if stride == 1 and not columns and not one.steps:
+    if stride == 1 and not columns and one.in_place:
         return replace(part, start=one.start + first * width, region=count * width)
     take = Take((tensor.shape[1], n * item) if columns else (n, width), first, stride, count, columns, item)
     return replace(part, steps=(*one.steps, take))

@@ -353,14 +353,16 @@ EXPLANATIONS: Final[dict[str, str]] = {
         "are others, or they stand elsewhere. `verify --against` tries other readings of the same bytes and names the "
         "one that explains the error: nibbles swapped (ComfyUI and BFL files have the high one first), scales that are "
         "swizzled where linear ones are meant or the reverse, a second scale that is inverted or lacks a factor, rows "
-        "in another order. A kernel that reads the file by its names gives garbage. Do what the hint says, or quantize "
-        "the module again."
+        "in another order. A kernel that reads the file by its names gives garbage. Where one reading is right for all "
+        "measured NVFP4 modules, the hint ends with the command that repairs the checkpoint (`halfbyte convert` with "
+        "options such as `--nibble-order high`); otherwise do what the hint says, or quantize the module again."
     ),
     "HB502": (
         "Decoded, the weight is near its dense twin and not as near as the format allows. Block scales that were "
         "rounded once more do that, to a common second scale or to have it folded in; so do blocks whose scale became "
         "subnormal or 0, and values that were clipped. A recipe that minds the outputs rather than the weights may err "
-        "more, and rightly so. Compare with the error of the other modules before you quantize it again."
+        "more, and rightly so. Compare with the error of the other modules before you quantize it again. Where a "
+        "reading of the bytes explains the error in all modules, the hint ends with the command that repairs them."
     ),
     "HB503": (
         "A quantized module could not be measured: the dense checkpoint has no tensor of its name, has a quantized "

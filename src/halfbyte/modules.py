@@ -26,6 +26,11 @@ BYTES = ("U8", "I8", "F4")
 """Header dtypes that carry codes: one byte for two codes, or F4, which counts codes."""
 
 
+COMFY_METADATA: Final = "_quantization_metadata"
+COMFY_TENSOR: Final = "comfy_quant"
+"""A key in a file's metadata and the suffix of a tensor: marks of ComfyUI, which tell how a weight is stored."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """How the bytes of NVFP4 weights are to be read where that is not what their dialect says; see halfbyte.reading.
@@ -91,9 +96,9 @@ class Headers:
         """
         if self.reading.nibble_order or self.reading.scale_layout:
             return None
-        if "_quantization_metadata" in self.metadata:
-            return "metadata _quantization_metadata"
-        for tensor in self.by_suffix.get("comfy_quant", ()):
+        if COMFY_METADATA in self.metadata:
+            return f"metadata {COMFY_METADATA}"
+        for tensor in self.by_suffix.get(COMFY_TENSOR, ()):
             return f"tensor {tensor.name}"
         # Without a marker: scales padded to 128 rows and 4 columns, which is the shape of the swizzled form.
         for scales in self.by_suffix.get("weight_scale", ()):

@@ -16,9 +16,9 @@ from halfbyte.errors import FormatError, UsageError
 from halfbyte.experts import GATE_UP_ORDERS
 from halfbyte.layouts import Order
 from halfbyte.layouts.base import arrange, restore
-from halfbyte.modules import Module, Reading
+from halfbyte.modules import COMFY_TENSOR, Module, Reading
 from halfbyte.numerics import BLOCK, FULL_SCALE, reciprocal
-from halfbyte.stored import FLOATS, Stored, View, as_array
+from halfbyte.stored import FLOATS, Stored, View, as_array, read_tensor
 
 ATOMS: Final = {
     "128x4": Order("(nt n4 n32) (kt k4) -> nt kt n32 n4 k4", n4=4, n32=32, k4=4),
@@ -48,6 +48,34 @@ def checked(reading: Reading) -> Reading:
         if (value := getattr(reading, name)) not in (None, *values):
             raise UsageError(f"unknown {name.replace('_', ' ')}", got=repr(value), expected=" or ".join(values))
     return reading
+
+
+def reduced(reading: Reading, divides: bool) -> Reading:
+    """``reading`` without what a dialect says anyway; ``divides`` is what it says of scale2."""
+    plain = {"nibble_order": "low", "scale_layout": "linear", "scale2": "divisor" if divides else "multiplier"}
+    return replace(reading, **{name: None for name, value in plain.items() if getattr(reading, name) == value})
+
+
+def combined(first: Reading, second: Reading, divides: bool) -> Reading | None:
+    """The reading that amounts to ``second`` of what ``first`` gives, reduced; None where none does."""
+    first, second = reduced(first, divides), reduced(second, divides)
+    steps: list[tuple[str, bool]] = []
+    for atom, apart in (s for r in (first, second) for s in SCALE_LAYOUTS[r.scale_layout or "linear"]):
+        if steps and steps[-1] == (atom, not apart):
+            steps.pop()
+        else:
+            steps.append((atom, apart))
+    layout = next((name for name, known in SCALE_LAYOUTS.items() if known == tuple(steps)), None)
+    scale2 = first.scale2 or second.scale2
+    if first.scale2 and second.scale2:
+        if "amax" in (first.scale2, second.scale2):
+            return None
+        scale2 = None  # inverted twice
+    if layout is None:
+        return None
+    swapped = (first.nibble_order == "high") != (second.nibble_order == "high")
+    gate_up = second.gate_up or first.gate_up
+    return reduced(Reading("high" if swapped else None, layout, scale2, gate_up), divides)
 
 
 @dataclass(frozen=True)
@@ -98,8 +126,10 @@ def reread(module: Module, reading: Reading, divides: bool) -> Module:
     """The module as ``reading`` says that it is stored; ``divides`` is what its dialect says of scale2.
 
     Raises:
-        FormatError: block scales whose number is not that of the layout.
+        FormatError: block scales whose number is not that of the layout, or of a stack that lies in columns.
     """
+    if (reading.nibble_order or reading.scale_layout) and any(_is_mark(t) for t in module.unknown):
+        module = replace(module, unknown=tuple(t for t in module.unknown if not _is_mark(t)))
     if module.kind != "nvfp4" or not reading or "codes" not in module.roles:
         return module
     roles = dict(module.roles)
@@ -117,6 +147,19 @@ def reread(module: Module, reading: Reading, divides: bool) -> Module:
     return replace(module, roles=roles)
 
 
+def _is_mark(tensor: Stored) -> bool:
+    """Whether a tensor says how its weight is stored, which the caller knows better."""
+    return tensor.name.rpartition(".")[2] == COMFY_TENSOR
+
+
+def before_inversion(tensor: View) -> Any | None:
+    """The f32 numbers whose reciprocals a view gives, in its shape; None where it gives none."""
+    step = tensor.steps[-1]
+    if not isinstance(step, Rescale) or not step.inverse:
+        return None
+    return read_tensor(replace(tensor, steps=(*tensor.steps[:-1], replace(step, inverse=False))))
+
+
 def _viewed(tensor: Stored, *steps: Any) -> View:
     if isinstance(tensor, View):
         return replace(tensor, steps=(*tensor.steps, *steps))
@@ -130,6 +173,13 @@ def _linear(module: Module, scales: Stored, steps: tuple[tuple[str, bool], ...])
     shape = (n, -(-k // BLOCK))
     if not steps:
         return scales
+    if module.stack is not None and module.stack.columns:
+        raise FormatError(
+            "block scales of a stack whose rows lie as columns are in no order of atoms",
+            file=scales.file,
+            tensor=scales.name,
+            got=list(scales.shape),
+        )
     order = ATOMS[steps[0][0]]
     padded = order.count(shape) * prod(experts)
     whole = prod(shape) * prod(experts)

@@ -83,6 +83,11 @@ class View(Stored):
     first: int = 0
     stride: int = 1
 
+    @property
+    def in_place(self) -> bool:
+        """Whether every byte is made of the one in its place, so that any range can be made by itself."""
+        return all(getattr(step, "in_place", False) for step in self.steps)
+
     def make(self, raw: Any) -> Any:
         """The bytes of the tensor, u8 of one axis, from those of its region."""
         for step in self.steps:
@@ -122,7 +127,7 @@ def rows_of(tensor: Stored, a: int, b: int) -> Stored:
     if not isinstance(part, View):
         return replace(part, start=tensor.start + a * each)
     part = replace(part, first=part.first + a * part.stride)
-    if all(getattr(step, "in_place", False) for step in part.steps):
+    if part.in_place:
         return replace(part, start=part.start + a * each, region=(b - a) * each)
     return replace(part, steps=(*part.steps, Cut(a * each, b * each)))
 
@@ -146,17 +151,23 @@ _LAST = threading.local()
 def read_into(tensor: Stored, start: int, out: Any) -> None:
     """Fill ``out`` (bytes,) u8 from byte ``start`` of a tensor, whose file is opened for it.
 
-    A view that is made in steps is made whole, and kept until others are read in this thread.
+    A view that is made in steps, not all of them in place, is made whole; where a part of it is asked for, it is
+    kept until others are read in this thread.
 
     Raises:
         FormatError: the file has become shorter, or cannot be read.
     """
-    if isinstance(tensor, View) and tensor.steps:
-        cut = tensor.steps[-1]
+    if not isinstance(tensor, View) or tensor.in_place:
+        _fill(tensor, tensor.start + start, out)
+        if isinstance(tensor, View) and tensor.steps:
+            out[...] = tensor.make(out)
+        return
+    cut = tensor.steps[-1]
+    if not isinstance(cut, Cut) and len(out) == tensor.nbytes:
+        out[...] = tensor.make(_region(tensor))
+    else:
         begin = start + (cut.start if isinstance(cut, Cut) else 0)
         out[...] = _made(tensor)[begin : begin + len(out)]
-    else:
-        _fill(tensor, tensor.start + start, out)
 
 
 def _made(view: View) -> Any:
@@ -167,10 +178,15 @@ def _made(view: View) -> Any:
     if key not in kept:
         while len(kept) >= _KEPT:
             del kept[next(iter(kept))]
-        raw = np.empty(view.region, np.uint8)
-        _fill(view, view.start, raw)
-        kept[key] = replace(view, steps=steps).make(raw)
+        kept[key] = replace(view, steps=steps).make(_region(view))
     return kept[key]
+
+
+def _region(view: View) -> Any:
+    """The bytes on disk that a view is made from."""
+    raw = np.empty(view.region, np.uint8)
+    _fill(view, view.start, raw)
+    return raw
 
 
 def _fill(tensor: Stored, position: int, out: Any) -> None:

@@ -8,9 +8,13 @@ to be that of the quantized one.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import os
+import shlex
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -18,25 +22,30 @@ import numpy as np
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.diagnose import (
     CALM,
+    READINGS,
+    Diagnosis,
     Errors,
-    Reading,
     bound_of,
     diagnose,
     error_of,
     far,
     nearest,
-    reinterpret,
 )
-from halfbyte.errors import FormatError, WeightError
+from halfbyte.dialects import Dialect
+from halfbyte.errors import FormatError
 from halfbyte.experts import GATE_UP, GATE_UP_ORDERS, METADATA, expand, ordered, spelled
 from halfbyte.findings import Finding
-from halfbyte.modules import QUANTIZED, Module, refuse_broken, refuse_companions
+from halfbyte.modules import QUANTIZED, Module, Reading, refuse_broken, refuse_companions
 from halfbyte.patterns import spellings
+from halfbyte.reading import combined
 from halfbyte.stored import FLOATS, Stored, as_array, byte_count
 
 Tell = Callable[[int], None]
 """Is told of bytes that are done."""
 
+_EXCHANGED: Final = {"concatenated": "up_first", "up_first": "concatenated"}
+SHOWN: Final = 5
+"""How many modules an advice names."""
 NEAR: Final = 256
 """How many other modules of the same shape a weight may turn out to be: the nearest by name."""
 
@@ -61,14 +70,16 @@ class Twins:
     Args:
         checkpoint: the quantized one.
         modules: those of it that are measured.
-        nibble_order, scale_layout: as ``verify`` takes them.
+        source: the quantized checkpoint as the caller names it.
     """
 
-    def __init__(self, checkpoint: Checkpoint, modules: Sequence[Module], nibble_order: str, scale_layout: str) -> None:
-        self.checkpoint, self.nibble_order, self.scale_layout = checkpoint, nibble_order, scale_layout
+    def __init__(self, checkpoint: Checkpoint, modules: Sequence[Module], source: str) -> None:
+        self.checkpoint, self.source = checkpoint, source
         self.path = ""
         self.errors: dict[str, Errors] = {}
-        self.readings: dict[str, str] = {}
+        self.repair: str | None = None
+        self.advice: str | None = None
+        self._told: dict[str, Diagnosis | None] = {}
         self._modules = [m for m in modules if m.kind in QUANTIZED and m.main is not None]
         self._parts: list[Module] = []
         self._unknown: list[str] = []
@@ -102,35 +113,111 @@ class Twins:
         """One job for each pair, that measures it; ``tell`` gets the bytes of those that are done."""
         return [partial(self._one, part, twin, tell) for part, twin in self._pairs]
 
+    def settle(self) -> None:
+        """Look for one reading with which all weights are right; to be called when the jobs are done."""
+        needs: dict[str, Reading | None] = {}
+        for part, _ in self._pairs:
+            found = self._reading(part)
+            if part.name in self._told and (part.kind == "nvfp4" or found is not None):
+                needs[part.name] = found
+        wanted = [reading for reading, _ in Counter(needs.values()).most_common() if reading is not None]
+        for reading in wanted if None not in needs.values() else ():
+            if all(needs.get(part.name) == reading or self._right(part, reading) for part, _ in self._pairs):
+                self._answer(reading)
+                return
+        if wanted:
+            self.advice = self._each_its_own(needs, wanted)
+
+    def _reading(self, part: Module) -> Reading | None:
+        """The reading that a layer needs beside the one that the checkpoint is read with, or None."""
+        told = self._told.get(part.name)
+        reading = told.readings[self.checkpoint.dialect.divides] if told is not None else None
+        if reading is None or self._whole(reading) is None:
+            return None
+        return reading if part.kind == "nvfp4" or reading.gate_up else None
+
+    def _whole(self, reading: Reading) -> Reading | None:
+        return combined(self.checkpoint.reading, reading, self.checkpoint.dialect.divides)
+
+    def _right(self, part: Module, reading: Reading) -> bool:
+        """Whether a layer is right with a reading that another one needs."""
+        if part.name not in self.errors:
+            return True
+        if reading.gate_up:
+            if part.name not in self._stacks:
+                return True
+            weight = self.checkpoint.load(self._ordered(part, reading.gate_up))
+        elif part.kind == "nvfp4":
+            weight = self.checkpoint.load(part)
+            entry = next(e for e in READINGS if e.readings[self.checkpoint.dialect.divides] == reading)
+            if not entry.fits(weight):
+                return False
+            weight = entry.read(weight)
+        else:
+            return True
+        values, told = self._dense[part.name][:], self._told.get(part.name)
+        limit = bound_of(weight, values)
+        return error_of(weight, values).relative <= (limit if told is None else max(limit, told.relative))
+
+    def _answer(self, reading: Reading) -> None:
+        whole = self._whole(reading)
+        if whole == Reading():
+            self.advice = f"none is needed: leave out {' '.join(self.checkpoint.read_with)}"
+        elif whole is not None:
+            self.repair = repair_command(self.source, self.checkpoint.dialect, whole)
+
+    def _each_its_own(self, needs: Mapping[str, Reading | None], wanted: Sequence[Reading]) -> str:
+        """What to do where no one reading is right for all weights."""
+        fits = []
+        for reading in wanted:
+            whole, count = self._whole(reading), sum(need == reading for need in needs.values())
+            options = " ".join(whole.options if whole is not None else ()) or "no option"
+            fits.append(f"{options} fits {count} of {len(self.errors)}")
+        patterns = [f"--include {shlex.quote(name)}" for name in needs]
+        more = f" and {len(patterns) - SHOWN} more" if len(patterns) > SHOWN else ""
+        again = f"quantize these again: {' '.join(patterns[:SHOWN])}{more}"
+        return f"no one reading is right for all modules, and convert reads all alike ({'; '.join(fits)}); {again}"
+
     def findings(self) -> list[Finding]:
         """What the comparison found, in the order of the modules."""
         if not self._modules:
             return [Finding("HB503", got="no quantized module", hint="there is nothing to measure")]
         hint = "of the dense twin: both are measured as they lie"
         notes = [Finding("HB138", name, hint=hint) for name in self._unknown]
-        return notes + [self._found[part.name] for part in self._parts if part.name in self._found]
+        return notes + [self._with_repair(part) for part in self._parts if part.name in self._found]
+
+    def _with_repair(self, part: Module) -> Finding:
+        finding, command = self._found[part.name], self._repair_of(part)
+        return finding if command is None else replace(finding, hint=f"{finding.hint}; repair: {command}")
+
+    def _repair_of(self, part: Module) -> str | None:
+        """The command, for a layer that it repairs."""
+        return self.repair if self._reading(part) is not None else None
 
     def facts(self) -> dict[str, Any]:
         """The facts of the report."""
-        rows = [(part.name, self.errors[part.name]) for part in self._parts if part.name in self.errors]
+        rows = [(part, self.errors[part.name]) for part in self._parts if part.name in self.errors]
         overall = Errors(sum(e.noise for _, e in rows), sum(e.signal for _, e in rows))
         return {
             "against": [
                 {
-                    "name": name,
+                    "name": part.name,
                     "relative": error.relative,
                     "sqnr": error.sqnr,
                     "worst": list(error.worst),
                     "worst_relative": error.worst_relative,
-                    "reading": self.readings.get(name),
+                    "reading": told.name if (told := self._told.get(part.name)) is not None else None,
+                    "repair": self._repair_of(part),
                 }
-                for name, error in rows
+                for part, error in rows
             ],
             "against_overall": {
                 "path": self.path,
                 "modules": len(rows),
                 "relative": overall.relative,
                 "sqnr": overall.sqnr,
+                "repair": self.repair,
+                "advice": self.advice,
             },
         }
 
@@ -176,13 +263,7 @@ class Twins:
         except FormatError as error:
             self._found[part.name] = _not_measured(part, error)
         else:
-            try:
-                weight = self._load(part)
-            except WeightError as error:
-                name, index = _where(part)
-                self._found[part.name] = Finding("HB504", name, index, error.got, error.expected, error.message)
-            else:
-                self._compare(part, weight)
+            self._compare(part, self.checkpoint.load(part))
         tell(twin.nbytes + sum(t.nbytes for t in part.tensors))
 
     def _compare(self, part: Module, weight: Any) -> None:
@@ -195,13 +276,17 @@ class Twins:
         if error.relative <= bound:
             return
         near = nearest(part.name, self._by_shape[twin.shape])[:NEAR]
-        reading = diagnose(weight, values, {other: self._dense[other] for other in near}, part.name)
-        vague = reading is None or reading.name.startswith("rows permuted") or part.name in self._assumed
+        told = diagnose(weight, values, {other: self._dense[other] for other in near}, part.name)
+        vague = told is None or told.name.startswith("rows permuted") or part.name in self._assumed
         if part.name in self._stacks and vague:
-            reading = self._in_another_order(part, bound) or reading
-        if reading is not None:
-            self.readings[part.name] = reading.name
-            hint = f"{reading.name}: {reading.relative:.4g} if read so; {reading.hint}"
+            told = self._in_another_order(part, bound) or told
+        if told is not None and told.name.startswith("gate and up exchanged") and part.name in self._stacks:
+            stack = self._stacks[part.name].stack
+            order = _EXCHANGED.get(stack.gate_up or "") if stack is not None else None
+            told = replace(told, readings=(Reading(gate_up=order),) * 2) if order else told
+        self._told[part.name] = told
+        if told is not None:
+            hint = f"{told.name}: {told.relative:.4g} if read so; {told.hint}"
         else:
             hint = f"no reading explains it; the worst block is {list(error.worst)}"
         if error.signal != error.signal or error.signal == float("inf"):
@@ -216,22 +301,22 @@ class Twins:
             hint=hint if index is None else f"{part.name.rpartition('.')[2]}: {hint}",
         )
 
-    def _in_another_order(self, part: Module, bound: float) -> Reading | None:
+    def _in_another_order(self, part: Module, bound: float) -> Diagnosis | None:
         """Whether gate and up of a stack lie in another order than is stated."""
-        module = self._stacks[part.name]
-        at = [p.name for p in expand(module)].index(part.name)
         for order in GATE_UP_ORDERS:
-            other = expand(ordered(module, order))[at]
-            relative = error_of(self._load(other), self._dense[part.name]).relative
+            other = self.checkpoint.load(self._ordered(part, order))
+            relative = error_of(other, self._dense[part.name]).relative
             if relative <= bound:
-                name = f"gate and up that lie {order.replace('_', ' ')}"
-                return Reading(name, relative, f'state "gate_up": "{order}" in the metadata {METADATA}')
+                name, reading = f"gate and up that lie {order.replace('_', ' ')}", Reading(gate_up=order)
+                hint = f'state "gate_up": "{order}" in the metadata {METADATA}'
+                return Diagnosis(name, relative, hint, (reading, reading))
         return None
 
-    def _load(self, part: Module) -> Any:
-        """The weight of a layer, read as is asked for."""
-        weight = self.checkpoint.load(part)
-        return reinterpret(weight, self.nibble_order, self.scale_layout) if part.kind == "nvfp4" else weight
+    def _ordered(self, part: Module, order: str) -> Module:
+        """A layer of a stack, if gate and up lie in that order."""
+        module = self._stacks[part.name]
+        at = [p.name for p in expand(module)].index(part.name)
+        return expand(ordered(module, order))[at]
 
 
 class _Dense:
@@ -260,6 +345,17 @@ class _Dense:
         names = [name, *spellings(name, fused=False)]
         plain = (self._tensors.get(f"{n}.weight") for n in names)
         return next((t for t in (*plain, *(self._layers.get(spelled(n)) for n in names)) if t is not None), None)
+
+
+def repair_command(source: str, dialect: Dialect, reading: Reading) -> str:
+    """The command that writes a checkpoint anew, beside it, as its dialect says that weights are stored."""
+    path = source if Path(source).exists() else source.rpartition("/")[2]  # a name on the hub is no directory
+    target = path.rstrip("/").removesuffix(".safetensors")
+    if os.path.basename(target) in ("", ".", ".."):
+        target = str(Path(source).resolve())
+    names = [f"./{name}" if name.startswith("-") else name for name in (source, f"{target}-repaired")]
+    to = dialect.name if dialect.writable else "modelopt"
+    return " ".join(["halfbyte convert", *map(shlex.quote, names), "--to", to, *reading.options])
 
 
 def _where(part: Module) -> tuple[str, list[int] | None]:

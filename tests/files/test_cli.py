@@ -228,8 +228,8 @@ def test_out_of_memory_and_ctrl_c(tmp_path, monkeypatch, error):
 
 DOCUMENT = {"schema", "tool", "version", "command", "ok", "findings"}
 FACTS = {
-    "inspect": {"path", "dialect", "evidence", "files", "config", "total", "kinds", "groups"},
-    "verify": {"path", "dialect", "modules", "bytes", "share", "sample", "seconds"},
+    "inspect": {"path", "dialect", "evidence", "reading", "files", "config", "total", "kinds", "groups"},
+    "verify": {"path", "dialect", "reading", "modules", "bytes", "share", "sample", "seconds"},
     "quantize": {
         "src",
         "dst",
@@ -242,9 +242,21 @@ FACTS = {
         "peak_bytes",
         "seconds",
     },
-    "diff": {"a", "b", "dialects", "same", "same_values", "different", "only_a", "only_b", "bytes", "seconds"},
-    "convert": {"src", "dst", "from", "to", "tensors", "files", "bytes_out", "seconds"},
-    "dequantize": {"src", "dst", "dtype", "tensors", "files", "bytes_in", "bytes_out", "seconds"},
+    "diff": {
+        "a",
+        "b",
+        "dialects",
+        "reading",
+        "same",
+        "same_values",
+        "different",
+        "only_a",
+        "only_b",
+        "bytes",
+        "seconds",
+    },
+    "convert": {"src", "dst", "from", "to", "reading", "tensors", "files", "bytes_out", "seconds"},
+    "dequantize": {"src", "dst", "dtype", "reading", "tensors", "files", "bytes_in", "bytes_out", "seconds"},
     "doctor": {"python", "platform", "cores", "cpu", "packages", "extras", "gpus"},
 }
 

@@ -10,6 +10,7 @@ import pytest
 import halfbyte
 from checkpoints import BF16, E4M3, modelopt_section, named, save, write_json
 from halfbyte import diagnose as dg
+from halfbyte.modules import Reading
 from halfbyte.mxfp4 import to_nvfp4
 from halfbyte.numerics import decode_e8m0, encode_e2m1, pack_nibbles
 from halfbyte.weight import Mxfp4Weight
@@ -327,7 +328,7 @@ def test_nibbles_of_one_expert(tmp_path, form):
     assert finding.index == (None if form == "modelopt" else [1])
     assert "nibbles swapped" in finding.hint
     swapped = quantized(tmp_path / "all", form, {at: dg.swap_nibbles(w) for at, w in WEIGHTS.items()})
-    assert measured(swapped, tmp_path / "d", nibble_order="high")[0] == []
+    assert measured(swapped, tmp_path / "d", reading=Reading("high"))[0] == []
 
 
 def test_scale2_of_one_expert(tmp_path):

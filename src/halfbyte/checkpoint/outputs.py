@@ -18,6 +18,9 @@ from halfbyte.numerics import reciprocal
 from halfbyte.stored import Stored, View, byte_count, read_tensor
 from halfbyte.tasks import Task
 
+_PIECE = 4 << 20
+"""Bytes that a task makes where each is made of the one in its place."""
+
 
 @dataclass(frozen=True)
 class Made:
@@ -58,7 +61,8 @@ class Made:
     @property
     def task_bytes(self) -> int:
         """Memory that one task needs at most."""
-        return max((_made_bytes(p) for o in self.outputs for p in o.pieces if _is_made(p)), default=0)
+        made = (p for o in self.outputs for piece in o.pieces if _is_made(piece) for p in _cut(piece))
+        return max(map(_made_bytes, made), default=0)
 
     def copies(self, members: Iterable[Output]) -> list[tuple[str, int, Stored]]:
         """(name here, first byte there, source) of what is copied."""
@@ -72,9 +76,10 @@ class Made:
         tasks = [Task(partial(write_pieces, pieces), source_bytes(known))] if pieces else []
         for output in members:
             ends = [piece.start for piece in output.pieces[1:]] + [byte_count(output.stored.dtype, output.stored.shape)]
-            for piece, end in zip(output.pieces, ends, strict=True):
-                if not output.numbers and _is_made(piece):
-                    target = shard.piece(output.stored.name, piece.start, end - piece.start)
+            for whole, end in zip(output.pieces, ends, strict=True):
+                for piece in _cut(whole) if not output.numbers and _is_made(whole) else ():
+                    nbytes = end - whole.start if piece is whole else piece.sources[0].nbytes
+                    target = shard.piece(output.stored.name, piece.start, nbytes)
                     tasks.append(Task(partial(_make, piece, target), sum(t.nbytes for t in piece.sources)))
         return tasks
 
@@ -87,6 +92,19 @@ def source_bytes(outputs: Iterable[Output]) -> int:
 def _is_made(piece: Piece) -> bool:
     """Whether bytes have to be made, and not copied."""
     return piece.join is not None or any(isinstance(t, View) and t.steps for t in piece.sources)
+
+
+def _cut(piece: Piece) -> list[Piece]:
+    """A piece that has to be made, in ranges that are made by themselves where they can."""
+    source = piece.sources[0]
+    if piece.join is not None or not isinstance(source, View) or not source.in_place or source.nbytes <= _PIECE:
+        return [piece]
+    found = []
+    for a in range(0, source.nbytes, _PIECE):
+        count = min(_PIECE, source.nbytes - a)
+        part = replace(source, dtype="U8", shape=(count,), start=source.start + a, nbytes=count, region=count)
+        found.append(Piece(piece.start + a, (part,)))
+    return found
 
 
 def _made_bytes(piece: Piece) -> int:
@@ -108,7 +126,10 @@ def _numbers(checkpoint: Checkpoint, output: Output) -> tuple[Output, Any, Any]:
         # Gate and up of every expert have one number, which is stored once.
         value, known = value[::2], known[::2]
         output = replace(output, stored=replace(output.stored, shape=output.stored.shape[:1]))
-    stored, kept = _inverted(output, value, known) if output.invert else (value, known)
+    if output.invert:
+        stored, kept = _inverted(output, value, known)
+    else:
+        stored, kept = value, np.where(reciprocal(value) == known, np.float32(np.nan), known)
     return output, stored.reshape(output.stored.shape), kept.reshape(output.stored.shape)
 
 

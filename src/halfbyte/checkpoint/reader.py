@@ -23,7 +23,7 @@ from halfbyte.experts import expand
 from halfbyte.findings import Finding
 from halfbyte.modules import QUANTIZED, Headers, Module, Reading
 from halfbyte.numerics import reciprocal
-from halfbyte.reading import checked, reread
+from halfbyte.reading import before_inversion, checked, reduced, reread
 from halfbyte.stored import Stored, View, read_into, read_tensor
 from halfbyte.weight import DenseWeight, Fp8Weight, Weight
 
@@ -109,12 +109,20 @@ class Checkpoint:
         return read_tensor(tensor)
 
     def original(self, tensor: Stored) -> Any | None:
-        """The f32 numbers whose rounded reciprocals ``tensor`` stores, in its shape, where the shard remembers them."""
+        """The f32 numbers whose rounded reciprocals ``tensor`` stores, in its shape, where the shard remembers them;
+        of what is read as a reciprocal, the numbers that are stored."""
+        if isinstance(tensor, View) and tensor.steps:
+            return before_inversion(tensor)
         kept = self._originals.get(tensor.name)
         if kept is None or not isinstance(tensor, View):
             return kept
         first = (tensor.start - self.tensors[tensor.name].start) // 4
         return kept.reshape(-1)[first : first + tensor.nbytes // 4].reshape(tensor.shape)
+
+    @property
+    def read_with(self) -> list[str]:
+        """The options of the reading, without what the dialect says anyway."""
+        return reduced(self.reading, self.dialect.divides).options
 
     @functools.cached_property
     def parts(self) -> list[Module]:

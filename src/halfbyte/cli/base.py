@@ -40,7 +40,7 @@ def shared_options(command: F) -> F:
 
 
 def reading_options(command: F) -> F:
-    """How the weights of a checkpoint are stored, where that is not what their dialect says: ``reading``."""
+    """How the NVFP4 weights of a checkpoint are stored, where that is not what their dialect says: ``reading``."""
 
     @functools.wraps(command)
     def with_reading(
@@ -167,6 +167,11 @@ def pairs(out: Console, rows: list[tuple[str, Any]]) -> None:
     for label, value in rows:
         table.add_row(label, printable(str(value)))
     out.print(table)
+
+
+def read_with(facts: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The row on a reading that is not what the dialect says, if there is one."""
+    return [("read with", " ".join(facts["reading"]))] if facts["reading"] else []
 
 
 def wrote(report: Report, out: Console) -> list[tuple[str, Any]]:

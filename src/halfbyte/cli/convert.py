@@ -11,6 +11,7 @@ from halfbyte.cli.base import (
     pairs,
     plural,
     progress,
+    read_with,
     reading_options,
     shared_options,
     show,
@@ -67,4 +68,4 @@ def _render(report: Report, out: Console) -> None:
         rows.append(("MXFP4", f"{exact} of {plural(len(facts['mxfp4']), 'layer')} as NVFP4 without changing a value"))
     if "proven" in facts:
         rows.append(("proven", f"{facts['proven']} tensors read back and equal to their source"))
-    pairs(out, [("dialect", f"{facts['from']} -> {facts['to']}"), *rows, *wrote(report, out)])
+    pairs(out, [("dialect", f"{facts['from']} -> {facts['to']}"), *read_with(facts), *rows, *wrote(report, out)])

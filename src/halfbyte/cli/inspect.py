@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from halfbyte.cli.base import pairs, shared_options, show, size
+from halfbyte.cli.base import pairs, read_with, reading_options, shared_options, show, size
 from halfbyte.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from halfbyte.findings import Report
+    from halfbyte.modules import Reading
 
 
 @click.command("inspect")
@@ -20,21 +21,27 @@ if TYPE_CHECKING:
 @click.option("--stats", is_flag=True, help="Also read the scales of every NVFP4 weight.")
 @click.option("--include", multiple=True, metavar="PATTERN", help="List only these modules.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out these modules.")
+@reading_options
 @shared_options
 @click.pass_context
 def command(
     ctx: click.Context,
     path: str,
+    reading: Reading,
     stats: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Show what a checkpoint holds, from its headers alone."""
+    """Show what a checkpoint holds, from its headers alone.
+
+    --nibble-order, --scale-layout, --scale2 and --gate-up say how the NVFP4 weights are stored, where that is not what
+    their dialect says.
+    """
     from halfbyte.tools.inspect import inspect
 
-    report = inspect(path, stats=stats, include=include, exclude=exclude)
+    report = inspect(path, reading=reading, stats=stats, include=include, exclude=exclude)
     show(report, as_json, quiet, _render)
     if not report.facts["readable"]:
         ctx.exit(2)
@@ -53,6 +60,7 @@ def _render(report: Report, out: Console) -> None:
         [
             ("checkpoint", facts["path"]),
             ("dialect", facts["dialect"] + (f" ({facts['evidence']})" if facts["evidence"] else "")),
+            *read_with(facts),
             ("config says", ", ".join(claims) or "nothing about quantization"),
             ("files", f"{len(files)}, {size(sum(f['bytes'] for f in files))}"),
             ("tensors", f"{facts['tensors']}, {size(total['bytes'])}"),

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from halfbyte.cli.base import plural, progress, shared_options, show, size
+from halfbyte.cli.base import plural, progress, reading_options, shared_options, show, size
 from halfbyte.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from halfbyte.findings import Report
+    from halfbyte.modules import Reading
 
 QUICK = 0.01
 """The share of rows that ``--sample`` reads."""
@@ -29,11 +30,10 @@ WORST = 10
 @click.option("--sample", is_flag=True, help=f"A quick look: all scalars and {QUICK:.0%} of the rows.")
 @click.option("--explain", metavar="CODE", help="Say what a code of a finding means, or list all: --explain all.")
 @click.option("--against", metavar="DENSE", help="Measure every weight against the checkpoint it was made from.")
-@click.option("--nibble-order", type=click.Choice(["low", "high"]), help="Measure as if even k were in this nibble.")
-@click.option("--scale-layout", type=click.Choice(["linear", "128x4"]), help="Measure as if scales were stored so.")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Read only these modules.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Do not read these modules.")
 @click.option("--workers", type=int, default=None, help="Threads; by default one for each core.")
+@reading_options
 @shared_options
 @click.pass_context
 def command(
@@ -44,15 +44,19 @@ def command(
     sample: bool,
     explain: str | None,
     against: str | None,
-    nibble_order: str | None,
-    scale_layout: str | None,
+    reading: Reading,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     workers: int | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Prove a checkpoint sound, or name the tensor, row and block that is not."""
+    """Prove a checkpoint sound, or name the tensor, row and block that is not.
+
+    --nibble-order, --scale-layout, --scale2 and --gate-up say how the NVFP4 weights are stored, where that is not what
+    their dialect says; findings are of what is read so. With --against, the last line is the command that repairs the
+    checkpoint, where one does.
+    """
     if explain is not None:
         _explain(explain, path, as_json)
         return
@@ -65,8 +69,7 @@ def command(
         report = verify(
             path,
             against,
-            nibble_order=nibble_order,
-            scale_layout=scale_layout,
+            reading=reading,
             every=every,
             sample=share,
             include=include,
@@ -111,6 +114,8 @@ def _render(report: Report, out: Console) -> None:
     if facts["sample"] is not None:
         read += f", a sample of {100 * facts['share']:.3g} %,"
     out.print(f"{facts['path']}: {facts['dialect']}, {modules}; {read} at {rate:.2f} GB/s")
+    if facts["reading"]:
+        out.print(f"read with {' '.join(facts['reading'])}")
     sound = "sound" if facts["sample"] is None else "nothing wrong in the sample"
     if facts["selected"] < sum(facts["modules"].values()):
         sound = f"nothing wrong in the {plural(facts['selected'], 'module')} that were read"
@@ -137,3 +142,5 @@ def _render_against(facts: dict[str, Any], out: Console) -> None:
     table.add_row(f"all {overall['modules']}", f"{overall['relative']:.4f}", f"{overall['sqnr']:.2f}")
     out.print(f"against {printable(overall['path'])}")
     out.print(table)
+    if overall["repair"] or overall["advice"]:
+        out.print(printable(f"repair: {overall['repair'] or overall['advice']}"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from halfbyte.dialects import Dialect, Facts, Output, dialect_named
 from halfbyte.errors import FormatError, UsageError
 from halfbyte.experts import COLUMNS, INTERLEAVED, METADATA, Bundle, bundled, encode_stacks, expand, model_types
 from halfbyte.findings import Finding, Report, in_order
-from halfbyte.modules import QUANTIZED, Module, Reading, Stack, refuse_broken
+from halfbyte.modules import COMFY_METADATA, QUANTIZED, Module, Reading, Stack, refuse_broken
 from halfbyte.stored import Stored, View, byte_count, read_into
 from halfbyte.tasks import Step, Where
 from halfbyte.tools.base import (
@@ -79,10 +79,11 @@ def convert(
         progress: told of bytes written, and with ``prove`` of bytes compared.
 
     Returns:
-        A report; its facts are "src", "dst", "from", "to", "tensors" and "files" (each with what
-        became of it and why), "single" (experts that stay single though stacks were asked for, and why), "mxfp4"
-        (the layers carried as NVFP4, each with its relative error), "bytes_out", "workers", "peak_bytes" (the most
-        memory that the run adds), "proven" (tensors compared) and "seconds".
+        A report; its facts are "src", "dst", "from", "to", "reading" (the options of one that is not what the
+        dialect says), "tensors" and "files" (each with what became of it and why), "single" (experts that stay single
+        though stacks were asked for, and why), "mxfp4" (the layers carried as NVFP4, each with its relative error),
+        "bytes_out", "workers", "peak_bytes" (the most memory that the run adds), "proven" (tensors compared) and
+        "seconds".
 
     Raises:
         HalfbyteError: a source that cannot be read, a tensor the target has no place for, a target that
@@ -133,6 +134,7 @@ class _Convert(Work):
         self.verbatim = self.same and asked.limit is None
         self.options = vars(asked) | {"target": target.name, "reading": checkpoint.reading.options}
         self.facts = {"src": str(checkpoint.path), "dst": dst, "from": source.name, "to": target.name}
+        self.facts["reading"] = checkpoint.read_with
         self._modules, stacks = checkpoint.parts, {}
         if self.same:
             outputs = [Output.of(t, t) for t in checkpoint.tensors.values()]
@@ -157,7 +159,7 @@ class _Convert(Work):
         self.checked_bytes = sum(t.nbytes for m in self._modules for t in m.tensors) if prove else 0
         self.task_bytes = self._made.task_bytes
         self.facts |= {
-            "tensors": _listed(outputs),
+            "tensors": _listed(outputs, checkpoint),
             "bytes_out": sum(byte_count(o.stored.dtype, o.stored.shape) for o in outputs),
         }
 
@@ -220,12 +222,22 @@ def _arranged(
     if experts == "split":
         return list(modules), {}
     if experts is None:
-        forms = {part.name: m.stack for m in checkpoint.modules if m.stack is not None for part in expand(m)}
+        stacked = [m for m in checkpoint.modules if m.stack is not None]
+        forms = {part.name: _form(checkpoint, m) for m in stacked for part in expand(m)}
         return bundled(modules, lambda module: forms.get(module.name))
     types = model_types(checkpoint.headers)
     columns = experts == "stacked-columns" or (experts == "stacked" and bool(types & COLUMNS))
     stack = Stack(columns, "interleaved" if types & INTERLEAVED else "concatenated")
     return bundled(modules, lambda module: stack)
+
+
+def _form(checkpoint: Checkpoint, module: Module) -> Stack | None:
+    """How a stack that stays one is to lie: as it does, but gate and up that the caller knows to lie in another order
+    than the model's in that."""
+    types = model_types(checkpoint.headers)
+    if module.stack is None or module.stack.gate_up is None or not checkpoint.reading.gate_up or not types:
+        return module.stack
+    return replace(module.stack, gate_up="interleaved" if types & INTERLEAVED else "concatenated")
 
 
 def _outputs(entries: Iterable[Module | Bundle], target: Dialect, source: Dialect) -> list[Output]:
@@ -263,14 +275,16 @@ def _config_facts(checkpoint: Checkpoint, entries: Sequence[Module | Bundle]) ->
     return config_facts(checkpoint, found, others)
 
 
-def _listed(outputs: Iterable[Output]) -> list[dict[str, Any]]:
+def _listed(outputs: Iterable[Output], checkpoint: Checkpoint) -> list[dict[str, Any]]:
     listed: dict[tuple[str, str], dict[str, Any]] = {}
     for output in outputs:
         for source in output.sources:
             action, reason = _fate(output, source)
             key = (source.name, output.stored.name)
             listed[key] = {"tensor": key[0], "to": key[1], "action": action, "reason": reason}
-    return list(listed.values())
+    taken, reason = {name for name, _ in listed}, "a mark of how weights were stored"
+    left = [{"tensor": n, "to": None, "action": "dropped", "reason": reason} for n in checkpoint.tensors.keys() - taken]
+    return [*listed.values(), *sorted(left, key=str)]
 
 
 def _fate(output: Output, source: Stored) -> tuple[str, str]:
@@ -312,6 +326,8 @@ def _metadata(
     merged = {k: v for shard in checkpoint.shards if shard.file in files for k, v in shard.metadata.items()}
     merged.pop(PROVENANCE, None)
     merged.pop(METADATA, None)
+    if checkpoint.reading.nibble_order or checkpoint.reading.scale_layout:
+        merged.pop(COMFY_METADATA, None)
     names = [o.stored.name for o in outputs]
     here = {n: stack for n, stack in stacks.items() if any(name.startswith(n) for name in names)}
     kept = {name: originals[name] for name in names if name in originals}
@@ -377,7 +393,7 @@ def _meaning(checkpoint: Checkpoint, module: Module, role: str) -> bytes:
 def _same_bytes(mine: Stored, theirs: Stored) -> bool:
     if mine.nbytes != theirs.nbytes:
         return False
-    made = any(isinstance(t, View) and t.steps for t in (mine, theirs))
+    made = any(isinstance(t, View) and not t.in_place for t in (mine, theirs))
     step = max(mine.nbytes, 1) if made else CHUNK  # what is made is made whole
     buffers = [np.empty(min(step, mine.nbytes), np.uint8) for _ in range(2)]
     for start in range(0, mine.nbytes, step):

@@ -74,9 +74,9 @@ def dequantize_checkpoint(
         progress: told of source bytes done.
 
     Returns:
-        A report; its facts are "src", "dst", "dtype", "tensors" and "files" (each with what became of
-        it and why), "bytes_in", "bytes_out", "workers", "peak_bytes" (the most memory that the run adds) and
-        "seconds".
+        A report; its facts are "src", "dst", "dtype", "reading" (the options of one that is not what the dialect
+        says), "tensors" and "files" (each with what became of it and why), "bytes_in", "bytes_out", "workers",
+        "peak_bytes" (the most memory that the run adds) and "seconds".
 
     Raises:
         HalfbyteError: a source that cannot be read, a target that may not be written. Nothing is left behind.
@@ -125,6 +125,7 @@ class _Dequantize(Work):
             "src": str(checkpoint.path),
             "dst": dst,
             "dtype": self._dtype,
+            "reading": checkpoint.read_with,
             "tensors": listed,
             "bytes_in": sum(t.nbytes for t in checkpoint.tensors.values()),
             "bytes_out": sum(byte_count(t.dtype, t.shape) for t in outputs),

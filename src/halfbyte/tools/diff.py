@@ -16,7 +16,7 @@ import numpy as np
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
 from halfbyte.experts import expand, numbered, ordered, spelled
 from halfbyte.findings import Finding, Report, in_order
-from halfbyte.modules import Module, fp8_scale, refuse_broken
+from halfbyte.modules import Module, Reading, fp8_scale, refuse_broken
 from halfbyte.numerics import BLOCK, MX_BLOCK, decode_e2m1, decode_e4m3, decode_e8m0
 from halfbyte.patterns import Patterns, fused_group
 from halfbyte.stored import DTYPE_BITS, Stored, View, as_array
@@ -39,6 +39,7 @@ def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
     *,
+    reading: Reading | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     workers: int | None = None,
@@ -53,20 +54,21 @@ def diff(
 
     Args:
         a, b: directories, files, or hub names.
+        reading: how the NVFP4 weights of ``a`` are stored, where that is not what their dialect says.
         include, exclude: patterns of modules; by default all.
         workers: threads; by default one for each core.
         progress: told of bytes of ``a`` compared.
 
     Returns:
-        A report, not ok where there is a difference; its facts are "a" and "b", "dialects" of both, the
-        numbers of modules that are "same", "same_values", "different", "only_a" and "only_b", "bytes" of
-        ``a`` compared, and "seconds".
+        A report, not ok where there is a difference; its facts are "a" and "b", "dialects" of both, "reading" (the
+        options of one that is not what the dialect of ``a`` says), the numbers of modules that are "same",
+        "same_values", "different", "only_a" and "only_b", "bytes" of ``a`` compared, and "seconds".
 
     Raises:
         HalfbyteError: a checkpoint that cannot be read, or tensors that do not form a weight.
     """
     started = time.perf_counter()
-    with open_checkpoint(a) as first, open_checkpoint(b) as second:
+    with open_checkpoint(a, reading) as first, open_checkpoint(b) as second:
         (ours, unused), (others, unused_too) = (_chosen(c, include, exclude) for c in (first, second))
         found = [f for f in unused if f in unused_too] + _agree(ours, others)
         mine, theirs = (_by_key(modules) for modules in (ours, others))
@@ -90,6 +92,7 @@ def diff(
             "a": str(first.path),
             "b": str(second.path),
             "dialects": [first.dialect_name, second.dialect_name],
+            "reading": first.read_with,
             **{key: outcomes.count(key) for key in ("same", "same_values", "different")},
             "only_a": len(lone[0]),
             "only_b": len(lone[1]),
@@ -306,7 +309,7 @@ class _Values:
         pieces = []
         for i, tensor in enumerate(self.parts):
             begin, end = (at * tensor.nbytes // self.size for at in (start, stop))
-            if isinstance(tensor, View) and tensor.steps:
+            if isinstance(tensor, View) and not tensor.in_place:
                 if i not in self._made:
                     self._made[i] = np.empty(tensor.nbytes, np.uint8)
                     self.checkpoint.read_into(tensor, 0, self._made[i])

@@ -15,9 +15,10 @@ import numpy as np
 from halfbyte.checkpoint.consistency import header_findings
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint, without_collection
 from halfbyte.findings import Report, in_order
-from halfbyte.modules import Module, kv_format, nested_section, quant_section
+from halfbyte.modules import Module, Reading, kv_format, nested_section, quant_section
 from halfbyte.numerics import E4M3_VALUES
 from halfbyte.patterns import is_router, module_class
+from halfbyte.stored import Stored, View
 from halfbyte.tools.base import chosen
 
 _BESIDE = ("bias", "k_scale", "v_scale")
@@ -27,24 +28,30 @@ _KINDS = ("nvfp4", "fp8", "dense", "other")
 
 @without_collection()
 def inspect(
-    path: str | os.PathLike[str], *, stats: bool = False, include: Sequence[str] = (), exclude: Sequence[str] = ()
+    path: str | os.PathLike[str],
+    *,
+    reading: Reading | None = None,
+    stats: bool = False,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> Report:
     """Read the headers of a checkpoint.
 
     Args:
         path: a directory, a file, or a hub name.
+        reading: how the NVFP4 weights are stored, where that is not what their dialect says.
         stats: also read the block scales and scale2 of every NVFP4 weight.
         include, exclude: patterns of the modules that are listed; by default all.
 
     Returns:
-        A report; its facts are "path", "dialect", "evidence", "files", "config" (what it claims),
-        "total" and "kinds" (modules, parameters, bytes, bits for each parameter), "groups" (modules
-        of one name but for their numbers) and, with ``stats``, "stats".
+        A report; its facts are "path", "dialect", "evidence", "reading" (the options of one that is not what the
+        dialect says), "files", "config" (what it claims), "total" and "kinds" (modules, parameters, bytes, bits for
+        each parameter), "groups" (modules of one name but for their numbers) and, with ``stats``, "stats".
 
     Raises:
         HalfbyteError: a checkpoint whose headers cannot be read.
     """
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, reading) as checkpoint:
         readable = checkpoint.dialect.readable
         listed, idle = chosen(checkpoint.modules, include, exclude)
         modules = [m for m in listed if m.main is not None]
@@ -55,6 +62,7 @@ def inspect(
             "dialect": checkpoint.dialect_name,
             "readable": readable,
             "evidence": checkpoint.evidence,
+            "reading": checkpoint.read_with,
             "files": [{"name": Path(s.file).name, "bytes": os.stat(s.file).st_size} for s in checkpoint.shards],
             "config": {
                 "quant_method": quant_section(checkpoint.headers).get("quant_method"),
@@ -100,7 +108,7 @@ def _groups(modules: list[Module]) -> list[dict[str, Any]]:
         counts = Counter(m.shape for m in members)
         shapes = sorted(counts)
         parameters = sum(prod(shape) * count for shape, count in counts.items())
-        nbytes = sum(t.nbytes for m in members for role, t in m.roles.items() if role not in _BESIDE)
+        nbytes = sum(_on_disk(t) for m in members for role, t in m.roles.items() if role not in _BESIDE)
         cls = "Router" if is_router(name) else module_class(name, len(shapes[0])) if kind != "other" else None
         listed.append(
             {"name": name, "kind": kind, "class": cls, "dtype": main.dtype if main else None}
@@ -109,6 +117,11 @@ def _groups(modules: list[Module]) -> list[dict[str, Any]]:
             | _sized(len(members), parameters, nbytes)
         )
     return listed
+
+
+def _on_disk(tensor: Stored) -> int:
+    """Bytes of a tensor in its file, also of one that is read otherwise than it is stored."""
+    return tensor.region if isinstance(tensor, View) else tensor.nbytes
 
 
 def _stats(checkpoint: Checkpoint, module: Module) -> dict[str, Any]:

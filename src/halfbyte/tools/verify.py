@@ -15,11 +15,10 @@ import numpy as np
 
 from halfbyte.checkpoint.consistency import fused_parts, header_findings
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint
-from halfbyte.diagnose import NIBBLE_ORDERS, SCALE_LAYOUTS
 from halfbyte.errors import UsageError
 from halfbyte.experts import GATE_UP, numbered
 from halfbyte.findings import CAP, Finding, Report, capped, in_order
-from halfbyte.modules import Module
+from halfbyte.modules import Module, Reading
 from halfbyte.numerics import BLOCK, MX_BLOCK
 from halfbyte.patterns import fused_group
 from halfbyte.stored import FLOATS, Stored
@@ -42,8 +41,7 @@ def verify(
     path: str | os.PathLike[str],
     against: str | os.PathLike[str] | None = None,
     *,
-    nibble_order: str | None = None,
-    scale_layout: str | None = None,
+    reading: Reading | None = None,
     every: bool = False,
     sample: float | None = None,
     include: Sequence[str] = (),
@@ -57,7 +55,8 @@ def verify(
         path: a directory, a file, or a hub name.
         against: the dense checkpoint that it was quantized from: the error of every NVFP4 and FP8 weight is measured,
             whole, and where it is more than the format needs, the reading of the bytes that explains it is looked for.
-        nibble_order, scale_layout: "high" and "128x4" measure the NVFP4 weights as if they were stored so.
+        reading: how the NVFP4 weights are stored, where that is not what their dialect says. All checks are of what
+            is read so; the names of tensors stay those on disk, and indices are logical.
         every: report every offending block; otherwise 100 for each tensor and code, then their number.
         sample: the share of rows, above 0 and up to 1, that is read of each matrix; by default all. Scales of whole
             tensors and vectors are read in any case.
@@ -66,26 +65,24 @@ def verify(
         progress: told of bytes read.
 
     Returns:
-        A report; its facts are "path", "dialect", "modules" (kind -> number), "selected" (how many of them were
+        A report; its facts are "path", "dialect", "reading" (the options of one that is not what the dialect says),
+        "modules" (kind -> number), "selected" (how many of them were
         read), "bytes", "share" (of all bytes, that was read), "sample" and "seconds". With ``against`` also
         "against", a list of {"name", "relative", "sqnr" (dB), "worst" [row, block], "worst_relative", "reading" (what
-        explains the error, or None)}, and "against_overall", {"path", "modules", "relative", "sqnr"}.
+        explains the error, or None), "repair" (the command that does away with it, or None)}, and "against_overall",
+        {"path", "modules", "relative", "sqnr", "repair" (the command, where one reading is right for all NVFP4 weights
+        that were measured), "advice" (what to do otherwise, or None)}.
 
     Raises:
-        UsageError: a sample that is no share or goes with ``against``, or a nibble order or scale layout that is
-            unknown or goes without it.
-        HalfbyteError: a checkpoint that cannot be read at all.
+        UsageError: a sample that is no share or goes with ``against``, or a reading that is not known.
+        HalfbyteError: a checkpoint that cannot be read at all, or not as ``reading`` says.
     """
     if sample is not None and not 0 < sample <= 1:
         raise UsageError("no share of the rows", got=sample, expected="above 0 and up to 1")
     if sample is not None and against is not None:
         raise UsageError("a sample cannot be measured", hint="a dense checkpoint is compared in every value")
-    for what, value, known in (("nibble order", nibble_order, NIBBLE_ORDERS), ("layout", scale_layout, SCALE_LAYOUTS)):
-        if value is not None and (value not in known or against is None):
-            hint = f"a {what} is for measuring: name a dense checkpoint, too" if against is None else None
-            raise UsageError(f"cannot use this {what}", got=value, expected=" or ".join(known), hint=hint)
     started = time.perf_counter()
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, reading) as checkpoint:
         checkpoint.require_readable()
         scan = _Scan(checkpoint, None if every else CAP, sample)
         scan.found += header_findings(checkpoint, every)
@@ -100,23 +97,25 @@ def verify(
         scan.found += capped(scan.compare_fused(modules), every)
         scan.found += capped(scan.compare_input_scales(modules), every)
         order = {name: i for i, name in enumerate(checkpoint.tensors)}
-        twins = Twins(checkpoint, modules, nibble_order or "low", scale_layout or "linear")
+        twins = Twins(checkpoint, modules, os.fspath(path))
         second = Meter(0, None)
         if against is not None:
             with open_checkpoint(against) as dense:
                 twins.pair(dense)
                 second = Meter(twins.nbytes, progress)
                 run(twins.jobs(second.add), worker_count(workers), second)
+                twins.settle()
             scan.found += capped(twins.findings(), every)
         scan.found.sort(key=lambda f: order.get(f.tensor or "", -1))
         kinds = [m.kind for m in checkpoint.modules if m.kind != "none"]
         facts: dict[str, Any] = {
             "path": str(checkpoint.path),
             "dialect": checkpoint.dialect_name,
+            "reading": checkpoint.read_with,
             "modules": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
             "selected": sum(m.kind != "none" for m in modules),
             "bytes": scan.meter.done + second.done,
-            "share": scan.meter.done / (sum(t.nbytes for t in checkpoint.tensors.values()) or 1),
+            "share": scan.meter.done / (sum(t.nbytes for m in checkpoint.modules for t in m.tensors) or 1),
             "sample": sample,
             "seconds": round(time.perf_counter() - started, 3),
         }
