@@ -39,7 +39,8 @@ INTERLEAVED: Final = {"gpt_oss"}
 COLUMNS: Final = {"gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter"}
 """Model types whose dense stacks are (E, K, N); those of all others are (E, N, K)."""
 
-_SPELLED: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "w13": "gate_up_proj"}
+SPELLED: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "w13": "gate_up_proj"}
+"""Layer or stack of experts -> its name in most models."""
 _NUMBERED = re.compile(r"(.*\bexperts)\.(0|[1-9][0-9]{0,4})\.([^.]+)")
 """A larger number is not that of an expert: checks look at each number up to the largest."""
 COMPANIONS: Final = {
@@ -66,7 +67,7 @@ def spelled(name: str) -> str:
         above, _, number = parent.rpartition(".")
         if not (number.isdecimal() and above.endswith("experts")):
             return name
-    return f"{parent.replace('.block_sparse_moe.', '.mlp.')}.{_SPELLED.get(last, last)}"
+    return f"{parent.replace('.block_sparse_moe.', '.mlp.')}.{SPELLED.get(last, last)}"
 
 
 def stacks(headers: Headers, parent: str, group: dict[str, Stored]) -> Iterator[Module]:

@@ -127,9 +127,9 @@ class Stack:
     gate_up: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass  # frozen takes three times as long to make, and there are tens of thousands
 class Module:
-    """What one module of a checkpoint holds, from headers alone.
+    """What one module of a checkpoint holds, from headers alone; nothing changes one that is made.
 
     Attributes:
         name: such as ``model.layers.0.mlp.up_proj``.
@@ -145,7 +145,7 @@ class Module:
     unknown: tuple[Stored, ...] = ()
     stack: Stack | None = None
 
-    @cached_property
+    @property
     def main(self) -> Stored | None:
         """The tensor with the weight's values or codes."""
         return self.roles.get("codes") or self.roles.get("data")

@@ -34,6 +34,9 @@ _NUMPY: Final[dict[str, Any]] = {
 FLOATS: Final = ("F32", "BF16", "F16")
 """The dtypes of dense weights."""
 
+CHUNK: Final = 4 << 20
+"""Bytes that a scan looks at in one step: two of them fit a core's cache."""
+
 
 @dataclass(slots=True, unsafe_hash=True)  # frozen takes three times as long to make, and there are 100,000
 class Stored:

@@ -8,7 +8,6 @@ thread: it yields a list of tasks and further jobs, is sent the list of their re
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
@@ -17,9 +16,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
     BrokenExecutor,
+    CancelledError,
     Executor,
     Future,
-    ProcessPoolExecutor,
     ThreadPoolExecutor,
     wait,
 )
@@ -40,6 +39,31 @@ quantizing 8.6 GB on 16 cores took 11.5 s on 8 threads and 15.8 s on 16, and on 
 
 Where: TypeAlias = Executor | Literal["processes"] | None
 """Where tasks run: on an executor, on processes where that pays, or (None) on threads."""
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all), from any thread but one at a time."""
+
+
+class Meter:
+    """Counts bytes over threads and tells a progress callback."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.total, self.done = total, 0
+        self._progress, self._lock, self._cancelled = progress, threading.Lock(), False
+        self.add(0)
+
+    def cancel(self) -> None:
+        """Make every further ``add`` raise, so that jobs on other threads end soon."""
+        self._cancelled = True
+
+    def add(self, count: int) -> None:
+        """Count bytes that are done."""
+        if self._cancelled:
+            raise CancelledError
+        with self._lock:
+            self.done += count
+            if self._progress is not None:
+                self._progress(self.done, self.total)
 
 
 @dataclass(frozen=True)
@@ -127,7 +151,10 @@ class Crew:
         if self.executor is not None:
             yield self.executor, 2 * self.width
         elif self.kind == "process":
-            pool = ProcessPoolExecutor(self.width, multiprocessing.get_context("spawn"), initializer=_follow_parent)
+            from concurrent.futures import ProcessPoolExecutor  # these two take longer to import than all else here
+            from multiprocessing import get_context
+
+            pool = ProcessPoolExecutor(self.width, get_context("spawn"), initializer=_follow_parent)
             # In a thread of its own Ctrl-C does not interrupt the start, and the processes inherit that they ignore it.
             starter = threading.Thread(target=_start, args=(pool, self.width))
             try:
@@ -153,7 +180,7 @@ class _Here(Executor):
         return future
 
 
-def _start(pool: ProcessPoolExecutor, width: int) -> None:
+def _start(pool: Executor, width: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     with contextlib.suppress(BrokenExecutor):
         for _ in range(width):
@@ -166,7 +193,9 @@ def _nothing() -> None:
 
 def _follow_parent() -> None:
     """End with the parent, also if it is killed: a process that waits for its next task would wait for ever."""
-    parent = multiprocessing.parent_process()
+    from multiprocessing import parent_process
+
+    parent = parent_process()
 
     def follow() -> None:
         if parent is not None:

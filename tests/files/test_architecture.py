@@ -37,7 +37,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "reading": (*MEANING, "layouts", "modules", "experts"),
     "dialects": (*FILES, "modules", "experts"),
     "checkpoint": (*FILES, *STACKS, "tasks", "dialects"),
-    "tools": (*FILES, *STACKS, "tasks", "diagnose", "twins", "casts", "dialects", "checkpoint"),
+    "writing": (*FILES, *STACKS, "tasks", "dialects", "checkpoint"),
+    "tools": (*FILES, *STACKS, "tasks", "diagnose", "twins", "casts", "dialects", "checkpoint", "writing"),
     "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
     "kernels": (*MEANING, "layouts"),
     "ops": RUN,
@@ -47,7 +48,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "timing": BASE,
 }
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- weight <-
-recipes, layouts <- dialects <- checkpoint <- tools <- cli, and weight <- layouts <- kernels <- ops <- nn."""
+recipes, layouts <- dialects <- checkpoint <- writing <- tools <- cli, and weight <- layouts <- kernels <- ops <- nn."""
 
 CHAIN = {
     "reader": {"header"},

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any, Final
 
-from halfbyte.experts import GATE_UP, METADATA, numbered, spelled
+from halfbyte.experts import GATE_UP, METADATA, SPELLED, numbered, spelled
 from halfbyte.findings import Finding
 from halfbyte.modules import QUANTIZED, Module
 from halfbyte.patterns import is_router
@@ -26,6 +26,7 @@ def expert_findings(modules: Iterable[Module], config: Mapping[str, Any], whole:
         whole: whether these are all modules of the model, so that one may be missing.
     """
     layers: dict[str, _Layer] = {}
+    around: dict[str, _Layer] = {}  # what stands before an expert's number -> its layer
     for module in modules:
         if module.main is None or module.kind == "none":
             continue
@@ -33,16 +34,22 @@ def expert_findings(modules: Iterable[Module], config: Mapping[str, Any], whole:
             if module.kind in (*QUANTIZED, "unread") and is_router(module.name):
                 yield Finding("HB137", module.main.name, got=module.kind, expected="dense")
             continue
-        parent, _, last = spelled(module.name).rpartition(".")
         if module.stack is not None:
+            parent, _, last = spelled(module.name).rpartition(".")
             yield from _stack_findings(module, last)
             if parent not in layers:
                 layers[parent] = _Layer(module.name.rpartition(".")[0])
             layers[parent].add_stack(module, last)
-        elif (found := numbered(f"{parent}.{last}")) is not None:
-            if found[0] not in layers:
-                layers[found[0]] = _Layer(module.name.rsplit(".", 2)[0])
-            layers[found[0]].add(module, found[1], last)
+            continue
+        above, _, last = module.name.rpartition(".")
+        above, _, number = above.rpartition(".")
+        if above not in around:
+            found = numbered(spelled(module.name))
+            if found is None:
+                continue
+            around[above] = layers.setdefault(found[0], _Layer(above))
+        if number.isdecimal():
+            around[above].add(module, int(number), last)
     for layer in layers.values():
         yield from layer.twice()
     if whole:
@@ -64,20 +71,23 @@ class _Layer:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._numbers: dict[str, set[int]] = defaultdict(set)  # part -> experts that have it
+        self._having: dict[str, set[int]] = {}  # part as it is named -> experts that have it
         self._forms: dict[str, dict[str, str]] = defaultdict(dict)  # part -> form -> a tensor of it
         self._stacked = 0
 
     def add(self, module: Module, number: int, part: str) -> None:
         """Take in a layer of one expert."""
-        for half in GATE_UP.get(part, (part,)):
-            self._numbers[half].add(number)
-            self._tell(half, f"N.{module.name.rpartition('.')[2]}", module)
+        having = self._having.get(part)
+        if having is None:
+            having = self._having[part] = set()
+            for half in _halves(part):
+                self._tell(half, f"N.{part}", module)
+        having.add(number)
 
     def add_stack(self, module: Module, stem: str) -> None:
         """Take in a stack."""
         self._stacked = max(self._stacked, module.shape[0])
-        for half in GATE_UP.get(stem, (stem,)):
+        for half in _halves(stem):
             self._tell(half, module.main.name.removeprefix(f"{self.name}.") if module.main else stem, module)
 
     def _tell(self, half: str, form: str, module: Module) -> None:
@@ -86,7 +96,7 @@ class _Layer:
     @property
     def count(self) -> int:
         """How many experts there are, missing ones among them included."""
-        return max([self._stacked, *(max(numbers) + 1 for numbers in self._numbers.values())])
+        return max([self._stacked, *(max(numbers) + 1 for numbers in self._having.values())])
 
     def twice(self) -> Iterator[Finding]:
         """A finding for each part that is stored in several forms."""
@@ -98,15 +108,23 @@ class _Layer:
 
     def lacking(self) -> list[str]:
         """The missing experts, such as "3", and missing parts of others, such as "5.up_proj"."""
-        numbers = range(1 + max((max(n) for n in self._numbers.values()), default=-1))
+        halves: dict[str, set[int]] = defaultdict(set)
+        for part, having in self._having.items():
+            for half in _halves(part):
+                halves[half] |= having
+        every = set(range(1 + max((max(having) for having in halves.values()), default=-1)))
+        lack = {half: every - having for half, having in halves.items()}
         found = []
-        for number in numbers:
-            parts = [part for part, having in self._numbers.items() if number not in having]
-            if len(parts) == len(self._numbers):
-                found.append(str(number))
-            else:
-                found += [f"{number}.{part}" for part in parts]
+        for number in sorted(set().union(*lack.values())):
+            parts = [half for half, numbers in lack.items() if number in numbers]
+            found += [str(number)] if len(parts) == len(halves) else [f"{number}.{half}" for half in parts]
         return found
+
+
+def _halves(part: str) -> tuple[str, ...]:
+    """The layers of an expert that one of this name holds, as most models spell them."""
+    name = SPELLED.get(part, part)
+    return GATE_UP.get(name, (name,))
 
 
 def _missing(layers: Iterable[_Layer], config: Mapping[str, Any]) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ A dialect is mostly a table: for each kind of weight, the suffix of each role; s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -131,16 +131,22 @@ class Dialect:
     def modules(self, headers: Headers) -> list[Module]:
         """All tensors, grouped by module, in the order of their names on disk."""
         groups: dict[str, dict[str, Stored]] = defaultdict(dict)
+        deep = set()  # names of groups in which a stack may be
         for full, tensor in headers.tensors.items():
             name, _, suffix = full.rpartition(".")
             groups[name][suffix] = tensor
-        return [module for name, group in groups.items() for module in self._module(headers, name, group)]
+            if len(tensor.shape) > 2:
+                deep.add(name)
+        found: list[Module] = []
+        for name, group in groups.items():
+            if name in deep:
+                found += stacks(headers, name, group)
+            if group:
+                found += self._modules(headers, name, group)
+        return found
 
-    def _module(self, headers: Headers, name: str, group: dict[str, Stored]) -> Iterator[Module]:
-        if any(len(tensor.shape) > 2 for tensor in group.values()):
-            yield from stacks(headers, name, group)
-        if not group:
-            return
+    def _modules(self, headers: Headers, name: str, group: dict[str, Stored]) -> list[Module]:
+        """The module of a group without stacks, and tensors beside a dense one as modules of their own."""
         kind = self.kind_of(group)
         table = self.suffixes.get(kind, {})
         roles = {role: group[suffix] for role, suffix in table.items() if suffix in group}
@@ -151,19 +157,20 @@ class Dialect:
             taken = {tensor.name for tensor in roles.values()}
             rest = [tensor for tensor in group.values() if tensor.name not in taken]
         if kind in ("dense", "none"):
-            if roles:
-                module = Module(name, kind, roles)
-                stacked = len(module.shape) == 3 and name.rpartition(".")[0].endswith("experts")
-                yield as_stack(headers, module) if stacked else module
-            yield from (Module(t.name, "none", {"data": t}) for t in rest)
-            return
+            beside = [Module(t.name, "none", {"data": t}) for t in rest]
+            if not roles:
+                return beside
+            module = Module(name, kind, roles)
+            if len(module.shape) == 3 and name.rpartition(".")[0].endswith("experts"):
+                module = as_stack(headers, module)
+            return [module, *beside]
         if kind == "unread":
             main = group.get("weight_packed", group.get("weight"))
             roles, rest = {"data" if t is main else suffix: t for suffix, t in group.items()}, []
         module = Module(name, kind, roles, tuple(rest))
         if kind in QUANTIZED and len(module.shape) > 2:
             module = as_stack(headers, module)
-        yield module
+        return [module]
 
     def kind_of(self, group: Mapping[str, Stored]) -> Kind:
         """The kind of the weight in a group of suffix -> tensor; the tensors decide, not the config."""

@@ -22,20 +22,9 @@ from halfbyte.errors import FormatError, UsageError
 from halfbyte.experts import COLUMNS, INTERLEAVED, METADATA, Bundle, bundled, encode_stacks, expand, model_types
 from halfbyte.findings import Finding, Report, in_order
 from halfbyte.modules import COMFY_METADATA, QUANTIZED, Module, Reading, Stack, refuse_broken
-from halfbyte.stored import Stored, View, byte_count, read_into
-from halfbyte.tasks import Step, Where
-from halfbyte.tools.base import (
-    CHUNK,
-    File,
-    Meter,
-    Progress,
-    Work,
-    Writing,
-    dropped_files,
-    opened,
-    write_checkpoint,
-    write_side_files,
-)
+from halfbyte.stored import CHUNK, Stored, View, byte_count, read_into
+from halfbyte.tasks import Meter, Progress, Step, Where
+from halfbyte.writing import File, Work, Writing, dropped_files, opened, write_checkpoint, write_side_files
 
 
 def convert(

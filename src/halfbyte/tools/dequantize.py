@@ -19,10 +19,10 @@ from halfbyte.errors import FormatError, UsageError
 from halfbyte.experts import COLUMNS, INTERLEAVED, Gather, expand, model_types
 from halfbyte.findings import Finding, Report
 from halfbyte.modules import Module, Reading, Stack, fp8_granularity, refuse_broken, refuse_companions
-from halfbyte.stored import Stored, View, byte_count, header_dtype, read_tensor, rows_of
-from halfbyte.tasks import Job, Step, Task, Where
-from halfbyte.tools.base import CHUNK, File, Progress, Work, Writing, opened, pieces, write_checkpoint, write_side_files
+from halfbyte.stored import CHUNK, Stored, View, byte_count, header_dtype, read_tensor, rows_of
+from halfbyte.tasks import Job, Progress, Step, Task, Where
 from halfbyte.weight import Weight, float_dtype
+from halfbyte.writing import File, Work, Writing, opened, pieces, write_checkpoint, write_side_files
 
 _INSIDE = ("codes", "scales", "scale2", "data", "scale", "pre_scale")
 

@@ -26,8 +26,9 @@ from halfbyte.numerics import BLOCK, reciprocal
 from halfbyte.patterns import Patterns, fused_group, is_head, is_router, module_class
 from halfbyte.recipes import LIKES, Like, Recipe, TensorScale, finite_amax, quantize_array, recipe_named
 from halfbyte.stored import DTYPE_BITS, FLOATS, Stored, View, byte_count
-from halfbyte.tasks import Job, Step, Task, Where
-from halfbyte.tools.base import File, Progress, Work, Writing, idle, opened, pieces, write_checkpoint, write_side_files
+from halfbyte.tasks import Job, Progress, Step, Task, Where
+from halfbyte.tools.base import idle
+from halfbyte.writing import File, Work, Writing, opened, pieces, write_checkpoint, write_side_files
 
 _WHOLE = 32 << 20
 """Bytes of a dense tensor that is read once; a larger one is read twice, for its largest value and to encode it."""
