@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from math import prod
 from typing import Any, Final
 
@@ -96,17 +97,20 @@ class _Layer:
                 told.add(tuple(forms))
                 yield Finding("HB136", next(iter(forms.values())), got=" and ".join(forms), expected="one of them")
 
-    def lacking(self) -> list[str]:
-        """The missing experts, such as "3", and missing parts of others, such as "5.up_proj"."""
-        numbers = range(1 + max((max(n) for n in self._numbers.values()), default=-1))
-        found = []
-        for number in numbers:
+    def lacking(self) -> tuple[list[str], int]:
+        """The first ten missing experts, such as "3", or parts of others, such as "5.up_proj"; how many there are."""
+        known = set().union(*self._numbers.values())
+        last = max(known, default=-1)
+        parts = sum(len(known - having) for having in self._numbers.values())
+        return list(islice(self._lacking(last), 10)), last + 1 - len(known) + parts
+
+    def _lacking(self, last: int) -> Iterator[str]:
+        for number in range(last + 1):
             parts = [part for part, having in self._numbers.items() if number not in having]
             if len(parts) == len(self._numbers):
-                found.append(str(number))
+                yield str(number)
             else:
-                found += [f"{number}.{part}" for part in parts]
-        return found
+                yield from (f"{number}.{part}" for part in parts)
 
 
 def _missing(layers: Iterable[_Layer], config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -117,9 +121,10 @@ def _missing(layers: Iterable[_Layer], config: Mapping[str, Any]) -> Iterator[Fi
     for layer in layers:
         most[_alike(layer.name)] = max(most[_alike(layer.name)], layer.count)
     for layer in layers:
-        if lacking := layer.lacking():
-            more = f" and {len(lacking) - 10} more" if len(lacking) > 10 else ""
-            got, last = ", ".join(lacking[:10]) + more, layer.count - 1
+        lacking, missing = layer.lacking()
+        if missing:
+            more = f" and {missing - 10} more" if missing > 10 else ""
+            got, last = ", ".join(lacking) + more, layer.count - 1
             yield Finding("HB129", layer.name, got=f"without {got}", expected=f"0 to {last}")
         need, hint = (wanted, f"{key} of the config") if wanted else (most[_alike(layer.name)], "as another layer has")
         if layer.count < need:
