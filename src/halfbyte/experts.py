@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import count
 from math import prod
 from typing import Any, Final
 
@@ -72,13 +75,15 @@ def spelled(name: str) -> str:
 
 def stacks(headers: Headers, parent: str, group: dict[str, Stored]) -> Iterator[Module]:
     """Take the stacks out of ``group`` (suffix -> tensor of the module ``parent``) and give them as modules."""
+    in_order = sorted(group)
     for suffix, tensor in [(s, t) for s, t in group.items() if len(t.shape) >= 3]:
         found = _stack_of(suffix, tensor, parent, group)
         if found is None:
             continue
         stem, kind, roles = found
         taken = {t.name for t in roles.values()}
-        unknown = [t for s, t in group.items() if s.startswith(f"{stem}_") and t.name not in taken]
+        beside = in_order[bisect_left(in_order, f"{stem}_") : bisect_left(in_order, f"{stem}`")]  # ` follows _
+        unknown = [t for s in beside if (t := group.get(s)) is not None and t.name not in taken]
         name = f"{parent}.{stem}" if parent else stem
         module = Module(name, kind, roles, tuple(unknown))
         module = as_stack(headers, module)
@@ -161,8 +166,13 @@ def _columns(headers: Headers, module: Module, stated: Mapping[str, Any]) -> boo
 
 
 def _stated(headers: Headers) -> dict[str, dict[str, Any]]:
+    return _table(headers.metadata.get(METADATA, "{}"))
+
+
+@lru_cache(maxsize=1)
+def _table(text: str) -> dict[str, dict[str, Any]]:
     try:
-        table = json.loads(headers.metadata.get(METADATA, "{}"))
+        table = json.loads(text)
     except (ValueError, RecursionError):
         return {}
     return {k: v for k, v in table.items() if isinstance(v, dict)} if isinstance(table, dict) else {}
@@ -175,6 +185,17 @@ def encode_stacks(stacks: Mapping[str, Stack]) -> dict[str, str]:
         for name, stack in sorted(stacks.items())
     }
     return {METADATA: json.dumps(table, separators=(",", ":"), ensure_ascii=False)} if table else {}
+
+
+def merged_metadata(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """The metadata of several files as one, in which each states how its own stacks lie."""
+    parts = list(parts)
+    merged = {k: v for part in parts for k, v in part.items()}
+    texts = [part[METADATA] for part in parts if METADATA in part]
+    if len(texts) > 1:
+        tables = {k: v for text in texts for k, v in _table(text).items()}
+        merged[METADATA] = json.dumps(tables, separators=(",", ":"), ensure_ascii=False)
+    return merged
 
 
 def _configs(headers: Headers) -> list[Mapping[str, Any]]:
@@ -226,13 +247,14 @@ def expand(module: Module) -> list[Module]:
     """The layers of a stack's experts, as if each were stored by itself; another module, or one that is not sound,
     gives itself.
 
-    Where the order of gate and up is not known, ``gate_up_proj`` stays one layer of each expert. Companions whose
-    meaning is not known stay with the first expert.
+    Where the order of gate and up is not known, or its rows are not halves, ``gate_up_proj`` stays one layer of each
+    expert. Companions whose meaning is not known stay with the first expert. An empty stack gives itself.
     """
-    if module.stack is None or any(f.severity == "error" for f in structure(module)):
+    if module.stack is None or 0 in module.shape or any(f.severity == "error" for f in structure(module)):
         return [module]
     parent, _, stem = module.name.rpartition(".")
-    parts = GATE_UP[stem] if stem in GATE_UP and module.stack.gate_up else (stem,)
+    halves = stem in GATE_UP and module.stack.gate_up and module.shape[-2] % 2 == 0
+    parts = GATE_UP[stem] if halves else (stem,)
     found: list[Module] = []
     for expert in range(module.shape[0]):
         for half, part in enumerate(parts):
@@ -244,6 +266,27 @@ def expand(module: Module) -> list[Module]:
             name = f"{parent}.{expert}.{part}" if parent else f"{expert}.{part}"
             found.append(Module(name, module.kind, roles, unknown))
     return found
+
+
+def refuse_unordered(module: Module, roles: Sequence[str] = _SCALARS) -> None:
+    """Refuse a stack that cannot be taken apart: gate and up have scales of their own, and their order is not known.
+
+    Raises:
+        FormatError: naming the scale.
+    """
+    stem = module.name.rpartition(".")[2]
+    if module.stack is None or stem not in GATE_UP or (module.stack.gate_up and module.shape[-2] % 2 == 0):
+        return
+    for role in roles:
+        scale = module.roles.get(role)
+        if scale is not None and prod(scale.shape) == 2 * module.shape[0]:
+            raise FormatError(
+                "gate and up have a scale each, and their order is not known",
+                file=scale.file,
+                tensor=scale.name,
+                got=list(scale.shape),
+                hint=f"pass --gate-up {', '.join(GATE_UP_ORDERS[:2])} or {GATE_UP_ORDERS[2]}",
+            )
 
 
 def ordered(module: Module, gate_up: str | None) -> Module:
@@ -395,7 +438,8 @@ def bundled(
     order: list[Module | tuple[str, str]] = []
     forms: dict[tuple[str, str], Stack] = {}
     for module in modules:
-        found, stack = numbered(module.name), form(module)
+        stack = form(module)
+        found = numbered(module.name) or _taken_apart(module)
         if found is None or len(module.shape) != 2 or stack is None:
             order.append(module)
             continue
@@ -403,7 +447,11 @@ def bundled(
         if (parent, part) not in families:
             order.append((parent, part))
             forms[parent, part] = stack
-        families.setdefault((parent, part), {})[number] = module
+        family = families.setdefault((parent, part), {})
+        if number in family:
+            twice = [m.main.name if m.main else m.name for m in (family[number], module)]
+            raise FormatError("an expert is stored twice", tensor=module.name, got=" and ".join(twice))
+        family[number] = module
     result: list[Module | Bundle] = []
     left: dict[str, str] = {}
     for entry in order:
@@ -421,12 +469,22 @@ def bundled(
             left[f"{parent}.*.{'|'.join(names)}"] = reason
             result += [m for family in members for _, m in sorted(family.items())]
             continue
-        name = f"{parent}.{_STEM_OF[pair] if pair else part}"
+        stem = _STEM_OF[pair] if pair else part
+        name = f"{parent}.{stem}" if parent else stem
         _check_alike(name, members)
         experts = tuple(tuple(family[e] for family in members) for e in range(len(members[0])))
         stack = forms[parent, part]
         result.append(Bundle(name, stack if pair else replace(stack, gate_up=None), experts))
     return result, left
+
+
+def _taken_apart(module: Module) -> tuple[str, int, str] | None:
+    """As ``numbered``, of a layer of a stack, whatever the stack's name."""
+    if not isinstance(module.main, View) or module.main.expert is None:
+        return None
+    above, _, part = module.name.rpartition(".")
+    parent, _, number = above.rpartition(".")
+    return parent, int(number), part
 
 
 def _alone(families: list[dict[int, Module]]) -> str | None:
@@ -443,11 +501,12 @@ def _check_alike(name: str, families: list[dict[int, Module]]) -> None:
     first = families[0][min(families[0])]
     for family in families:
         if sorted(family) != list(range(len(families[0]))):
-            missing = sorted(set(range(max(map(max, families)) + 1)) - set(family))
+            missing = next(e for e in count() if e not in family)
+            hole = missing <= max(map(max, families))
             raise FormatError(
                 "the experts of a stack must be numbered from 0 without a hole",
                 tensor=name,
-                got=f"{len(family)} experts" + (f", without {missing[0]}" if missing else ""),
+                got=f"{len(family)} experts" + (f", without {missing}" if hole else ""),
                 expected=f"{len(families[0])}",
                 hint="pass --experts split, or add the missing experts",
             )

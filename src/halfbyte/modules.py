@@ -184,7 +184,9 @@ def structure(module: Module) -> list[Finding]:
     """Findings about a module that its headers alone show."""
     found: list[Finding] = []
     main = module.main
-    if module.kind == "nvfp4" and main is not None:
+    if main is not None and module.stack is not None and module.kind != "dense" and 0 in module.shape:
+        found.append(Finding("HB102", main.name, got=str(main), expected="at least one expert, row and column"))
+    elif module.kind == "nvfp4" and main is not None:
         found += _nvfp4_structure(module, main)
     elif module.kind == "mxfp4" and main is not None:
         found += _mxfp4_structure(module, main)

@@ -176,7 +176,12 @@ def read_into(tensor: Stored, start: int, out: Any) -> None:
 def _made(view: View) -> Any:
     """All bytes of a view, before they are cut; the last four are kept: a few parts of one weight, read in turn."""
     steps = view.steps[:-1] if isinstance(view.steps[-1], Cut) else view.steps
-    key = (view.file, view.start, view.region, steps)
+    try:
+        state = os.stat(view.file)
+    except OSError as error:
+        raise FormatError("cannot read the file", file=view.file, tensor=view.name, got=error.strerror) from None
+    written = (state.st_ino, state.st_size, state.st_mtime_ns)
+    key = (view.file, written, view.start, view.region, steps)
     kept: dict[Any, Any] = _LAST.__dict__.setdefault("made", {})
     if key not in kept:
         while len(kept) >= _KEPT:

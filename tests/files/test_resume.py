@@ -440,7 +440,7 @@ def test_processes_start_where_there_is_enough_to_do():
     assert str(Crew.of(4, None, 1 << 40)) == "4 threads"
 
 
-@pytest.mark.parametrize("executor", ["process", "threads", 2, object()], ids=["process", "threads", "number", "object"])
+@pytest.mark.parametrize("executor", ["process", "threads", 2, object()], ids=["process", "threads", "2", "object"])
 def test_what_is_no_executor(tmp_path, sources, executor):
     with pytest.raises(UsageError, match="not an executor"):
         halfbyte.convert(sources / "nvfp4", tmp_path / "out", to=CT, executor=executor)

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ import numpy as np
 from halfbyte.checkpoint.header import MAX_HEADER, Header, parse_json, read_header
 from halfbyte.dialects import Dialect, detect
 from halfbyte.errors import FormatError, MissingExtraError, UnreadDialectError
-from halfbyte.experts import expand
+from halfbyte.experts import expand, merged_metadata
 from halfbyte.findings import Finding
 from halfbyte.modules import QUANTIZED, Headers, Module, Reading
 from halfbyte.numerics import reciprocal
 from halfbyte.reading import before_inversion, checked, reduced, reread
-from halfbyte.stored import Stored, View, read_into, read_tensor
+from halfbyte.stored import DTYPE_BITS, Stored, View, read_into, read_tensor
 from halfbyte.weight import DenseWeight, Fp8Weight, Weight
 
 INDEX = "model.safetensors.index.json"
@@ -82,10 +83,10 @@ class Checkpoint:
         found = _index_of(self.path) if self.path.is_dir() else None
         return Path(found.name) if found else None
 
-    @property
+    @functools.cached_property
     def headers(self) -> Headers:
         """The checkpoint as dialects see it."""
-        metadata = {k: v for shard in self.shards for k, v in shard.metadata.items()}
+        metadata = merged_metadata(shard.metadata for shard in self.shards)
         return Headers(self.tensors, metadata, self.config, self.quant, self.reading)
 
     def read_into(self, tensor: Stored, start: int, out: Any) -> None:
@@ -116,8 +117,8 @@ class Checkpoint:
         kept = self._originals.get(tensor.name)
         if kept is None or not isinstance(tensor, View):
             return kept
-        first = (tensor.start - self.tensors[tensor.name].start) // 4
-        return kept.reshape(-1)[first : first + tensor.nbytes // 4].reshape(tensor.shape)
+        first = (tensor.start - self.tensors[tensor.name].start) // (DTYPE_BITS[tensor.dtype] // 8)
+        return kept.reshape(-1)[first : first + prod(tensor.shape)].reshape(tensor.shape)
 
     @property
     def read_with(self) -> list[str]:
@@ -266,7 +267,7 @@ def _open(root: Path, reading: Reading) -> Checkpoint:
     if index is not None:
         _check_index(index, tensors, findings)
     config, quant = (read_json(folder / name) for name in ("config.json", "hf_quant_config.json"))
-    metadata = {k: v for shard in shards for k, v in shard.metadata.items()}
+    metadata = merged_metadata(shard.metadata for shard in shards)
     headers = Headers(tensors, metadata, config, quant, reading)
     dialect, evidence = detect(headers)
     modules = dialect.modules(headers) if dialect.readable else []

@@ -19,7 +19,17 @@ from halfbyte.checkpoint.reader import PROVENANCE, Checkpoint, encode_provenance
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard, distribute, parse_size, shard_names
 from halfbyte.dialects import Dialect, Facts, Output, dialect_named
 from halfbyte.errors import FormatError, UsageError
-from halfbyte.experts import COLUMNS, INTERLEAVED, METADATA, Bundle, bundled, encode_stacks, expand, model_types
+from halfbyte.experts import (
+    COLUMNS,
+    INTERLEAVED,
+    METADATA,
+    Bundle,
+    bundled,
+    encode_stacks,
+    expand,
+    model_types,
+    refuse_unordered,
+)
 from halfbyte.findings import Finding, Report, in_order
 from halfbyte.modules import COMFY_METADATA, QUANTIZED, Module, Reading, Stack, refuse_broken
 from halfbyte.stored import CHUNK, Stored, View, byte_count, read_into
@@ -132,6 +142,7 @@ class _Convert(Work):
         else:
             for module in checkpoint.modules:
                 refuse_broken(module)
+                refuse_unordered(module)
             if cast:
                 self._modules, self.facts["mxfp4"] = _cast(self._modules, source, asked.lossy)
             entries, self.facts["single"] = _arranged(checkpoint, self._modules, asked.experts)

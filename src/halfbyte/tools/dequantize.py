@@ -16,7 +16,7 @@ from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard, distribute, parse_size, shard_names, write_pieces
 from halfbyte.dialects import Dialect
 from halfbyte.errors import FormatError, UsageError
-from halfbyte.experts import COLUMNS, INTERLEAVED, Gather, expand, model_types
+from halfbyte.experts import COLUMNS, INTERLEAVED, Gather, expand, model_types, refuse_unordered
 from halfbyte.findings import Finding, Report
 from halfbyte.modules import Module, Reading, Stack, fp8_granularity, refuse_broken, refuse_companions
 from halfbyte.stored import CHUNK, Stored, View, byte_count, header_dtype, read_tensor, rows_of
@@ -89,6 +89,7 @@ def dequantize_checkpoint(
             raise UsageError("there is nothing quantized in this checkpoint", file=str(checkpoint.path))
         for module in modules.values():
             refuse_broken(module)
+            refuse_unordered(module, ("scale2", "scale"))
             refuse_companions(module, {"lora_a", "lora_b"}, "cannot be part of a dense weight")
         return write_checkpoint(_Dequantize(checkpoint, modules, dtype, limit, str(dst)), how)
 

@@ -228,7 +228,7 @@ class _Scan:
 
     def _chunks(self, tensor: Stored, together: int = 1) -> Any:
         """(start, bytes) pieces of a tensor, in one buffer for each thread; rows ``together`` are in one piece."""
-        unit = 1 if together == 1 else together * tensor.shape[-1]
+        unit = max(together * tensor.shape[-1], 1) if together > 1 else 1
         step = max(CHUNK // unit, 1) * unit
         if getattr(self._local, "buffer", np.empty(0)).nbytes < step:
             self._local.buffer = np.empty(max(step, CHUNK), np.uint8)
