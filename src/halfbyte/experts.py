@@ -63,6 +63,12 @@ def numbered(name: str) -> tuple[str, int, str] | None:
     return (found[1], int(found[2]), found[3]) if found else None
 
 
+def expert_number(text: str) -> int | None:
+    """The number of an expert, as ``numbered`` takes it, or None."""
+    plain = len(text) <= 5 and text.isascii() and text.isdecimal() and (text == "0" or text[0] != "0")
+    return int(text) if plain else None
+
+
 def spelled(name: str) -> str:
     """The name of a layer or stack of experts as most models have it, such as gate_proj for w1."""
     parent, _, last = name.rpartition(".")

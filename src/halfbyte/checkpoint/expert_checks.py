@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any, Final
 
-from halfbyte.experts import GATE_UP, METADATA, SPELLED, numbered, spelled
+from halfbyte.experts import GATE_UP, METADATA, SPELLED, expert_number, numbered, spelled
 from halfbyte.findings import Finding
 from halfbyte.modules import QUANTIZED, Module
 from halfbyte.patterns import is_router
@@ -42,14 +42,16 @@ def expert_findings(modules: Iterable[Module], config: Mapping[str, Any], whole:
             layers[parent].add_stack(module, last)
             continue
         above, _, last = module.name.rpartition(".")
-        above, _, number = above.rpartition(".")
+        above, _, text = above.rpartition(".")
+        number = expert_number(text)
+        if number is None:
+            continue
         if above not in around:
             found = numbered(spelled(module.name))
             if found is None:
                 continue
             around[above] = layers.setdefault(found[0], _Layer(above))
-        if number.isdecimal():
-            around[above].add(module, int(number), last)
+        around[above].add(module, number, last)
     for layer in layers.values():
         yield from layer.twice()
     if whole:
