@@ -264,7 +264,7 @@ def test_one_document_on_stdout_and_nothing_on_stderr(tmp_path, verb):
 def test_dry_run_writes_nothing(tmp_path, verb):
     args = outputs(tmp_path)[verb]
     before = leftovers(tmp_path)
-    ran = run_cli(*args, "--dry-run")
+    ran = call(*args, "--dry-run")
     assert (ran.rc, ran.stderr) == (0, "")
     assert "would write" in ran.stdout
     assert "wrote" not in ran.stdout
@@ -275,7 +275,7 @@ def test_dry_run_writes_nothing(tmp_path, verb):
 @pytest.mark.parametrize("verb", [v for v in VERBS if v != "doctor"])
 def test_quiet(tmp_path, verb):
     more = ("--share-scale2",) if verb == "quantize" else ()
-    ran = run_cli(*outputs(tmp_path)[verb], *more, "--quiet")
+    ran = call(*outputs(tmp_path)[verb], *more, "--quiet")
     assert (ran.rc, ran.stdout, ran.stderr) == (0, "", "")
 
 
