@@ -8,7 +8,6 @@ import pty
 import re
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -112,15 +111,17 @@ def test_json_needs_no_rich():
 
 
 def test_help_takes_less_than_150_ms():
-    """The best of several fresh processes: other work on the machine only adds to it."""
-    best = min(timed("--help") for _ in range(12))
-    assert best < 0.15
+    """Of the processor, not by the clock: others may use the machine. The best of several: they slow it down, too."""
+    assert min(seconds("--help") for _ in range(8)) < 0.15
 
 
-def timed(*args):
-    started = time.perf_counter()
-    subprocess.run(command_line(*args), env=environment(), stdout=subprocess.DEVNULL, check=True)
-    return time.perf_counter() - started
+def seconds(*args):
+    """What a fresh process takes of the processor."""
+    process = subprocess.Popen(command_line(*args), env=environment(), stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_utime + usage.ru_stime
 
 
 # --- statuses and one-line errors
