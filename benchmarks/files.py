@@ -97,7 +97,8 @@ def make_many_tensors(folder: Path) -> Path:
         layer, quarter = f"model.layers.{i // 4}", i % 4
         tensors = [Stored(f"{layer}.norm_{quarter}_{part}.weight", "BF16", (4096,)) for part in "abc"]
         for j in range(166):
-            stem = f"{layer}.mlp.experts.{quarter * 56 + j // 3}.{('gate', 'up', 'down')[j % 3]}_proj"
+            stem = f"{layer}.mlp.experts.{quarter * 55 + j // 3}.{('gate', 'up', 'down')[j % 3]}_proj"
+            stem = stem if j < 165 else f"{layer}.mlp.shared_{quarter}.gate_proj"
             tensors.append(Stored(f"{stem}.weight", "U8", (1536, 2048)))
             tensors.append(Stored(f"{stem}.weight_scale", "F8_E4M3", (1536, 256)))
             tensors.append(Stored(f"{stem}.weight_scale_2", "F32", ()))

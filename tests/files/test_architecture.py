@@ -259,3 +259,10 @@ print("done")
 def test_no_module_of_the_file_side_loads_torch(module):
     out = python(f"import halfbyte.{module}; {LOADED}")
     assert not {"torch", "numba", "rich"} & set(out.split())
+
+
+def test_reading_loads_nothing_that_writes():
+    writing = {"halfbyte.writing", "halfbyte.checkpoint.writer", "concurrent.futures.process", "multiprocessing"}
+    reading = ", ".join(f"halfbyte.tools.{verb}" for verb in ("inspect", "verify", "diff"))
+    code = f"import sys, {reading}; print({writing} & {{*sys.modules}})"
+    assert python(code) == "set()\n"

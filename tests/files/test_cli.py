@@ -8,7 +8,6 @@ import pty
 import re
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -112,15 +111,17 @@ def test_json_needs_no_rich():
 
 
 def test_help_takes_less_than_150_ms():
-    """The best of several fresh processes: other work on the machine only adds to it."""
-    best = min(timed("--help") for _ in range(12))
-    assert best < 0.15
+    """Of the processor, not by the clock: others may use the machine. The best of several: they slow it down, too."""
+    assert min(seconds("--help") for _ in range(8)) < 0.15
 
 
-def timed(*args):
-    started = time.perf_counter()
-    subprocess.run(command_line(*args), env=environment(), stdout=subprocess.DEVNULL, check=True)
-    return time.perf_counter() - started
+def seconds(*args):
+    """What a fresh process takes of the processor."""
+    process = subprocess.Popen(command_line(*args), env=environment(), stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_utime + usage.ru_stime
 
 
 # --- statuses and one-line errors
@@ -276,7 +277,7 @@ def test_one_document_on_stdout_and_nothing_on_stderr(tmp_path, verb):
 def test_dry_run_writes_nothing(tmp_path, verb):
     args = outputs(tmp_path)[verb]
     before = leftovers(tmp_path)
-    ran = run_cli(*args, "--dry-run")
+    ran = call(*args, "--dry-run")
     assert (ran.rc, ran.stderr) == (0, "")
     assert "would write" in ran.stdout
     assert "wrote" not in ran.stdout
@@ -287,7 +288,7 @@ def test_dry_run_writes_nothing(tmp_path, verb):
 @pytest.mark.parametrize("verb", [v for v in VERBS if v != "doctor"])
 def test_quiet(tmp_path, verb):
     more = ("--share-scale2",) if verb == "quantize" else ()
-    ran = run_cli(*outputs(tmp_path)[verb], *more, "--quiet")
+    ran = call(*outputs(tmp_path)[verb], *more, "--quiet")
     assert (ran.rc, ran.stdout, ran.stderr) == (0, "", "")
 
 

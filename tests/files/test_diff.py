@@ -460,17 +460,17 @@ def test_dialects_that_are_not_read_are_refused(tmp_path):
 
 
 def test_statuses(tmp_path):
-    same = run_cli("diff", NVFP4, NVFP4)
+    same = call("diff", NVFP4, NVFP4)
     assert (same.rc, same.stderr) == (0, "")
     assert "equal: 12 modules the same" in same.stdout
     different = run_cli("diff", NVFP4, TWIN)
     assert different.rc == 1
     assert "DIFFERENT: " in different.stdout
     assert all(line.startswith("HB40") for line in different.lines)
-    check_failure(run_cli("diff", NVFP4, tmp_path / "nothing"), 2, tmp_path / "nothing")
-    check_failure(run_cli("diff", NVFP4), 2, "halfbyte diff --help")
-    check_failure(run_cli("diff", NVFP4, NVFP4, "--workers", "0"), 2, "workers")
-    quiet = run_cli("diff", NVFP4, TWIN, "--quiet")
+    check_failure(call("diff", NVFP4, tmp_path / "nothing"), 2, tmp_path / "nothing")
+    check_failure(call("diff", NVFP4), 2, "halfbyte diff --help")
+    check_failure(call("diff", NVFP4, NVFP4, "--workers", "0"), 2, "workers")
+    quiet = call("diff", NVFP4, TWIN, "--quiet")
     assert (quiet.rc, quiet.stdout) == (1, "")
 
 

@@ -314,7 +314,7 @@ def test_the_target_exists(tmp_path, verb):
     src, more = model_of(tmp_path, verb)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
-    check_failure(run_cli(verb, src, tmp_path / "out", *more), 2, tmp_path / "out", "the target exists", "--force")
+    check_failure(call(verb, src, tmp_path / "out", *more), 2, tmp_path / "out", "the target exists", "--force")
     assert listing(tmp_path / "out") == {"mine": b"mine"}
     assert leftovers(tmp_path) == ["out", "src"]
 
@@ -322,7 +322,7 @@ def test_the_target_exists(tmp_path, verb):
 @pytest.mark.parametrize("verb", WRITING)
 def test_the_parent_of_the_target_is_missing(tmp_path, verb):
     src, more = model_of(tmp_path, verb)
-    line = check_failure(run_cli(verb, src, tmp_path / "a" / "b" / "out", *more), 2, f"mkdir -p {tmp_path}/a/b")
+    line = check_failure(call(verb, src, tmp_path / "a" / "b" / "out", *more), 2, f"mkdir -p {tmp_path}/a/b")
     assert "does not exist" in line
     assert leftovers(tmp_path) == ["src"]
 
@@ -413,7 +413,7 @@ def test_a_truncated_shard(tmp_path):
         ("convert", src, tmp_path / "out", "--to", CT),
         ("dequantize", src, tmp_path / "out"),
     ):
-        check_failure(run_cli(*args), 2, shard, "truncated")
+        check_failure(call(*args), 2, shard, "truncated")
     assert leftovers(tmp_path) == ["src"]
 
 
@@ -477,7 +477,7 @@ def test_a_directory_in_the_place_of_a_file(tmp_path):
     src = make_dense(tmp_path / "src")
     (src / "model.safetensors").rename(src / "moved")
     (src / "model.safetensors").mkdir()
-    check_failure(run_cli("verify", src), 2, src / "model.safetensors")
+    check_failure(call("verify", src), 2, src / "model.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "broken link", "link to a directory", "socket"])

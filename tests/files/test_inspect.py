@@ -214,9 +214,9 @@ def test_long_lists_of_excluded_names_cost_little(tmp_path):
     ignore = [f"model.layers.{i}.self_attn.{part}_proj" for i in range(100) for part in "qkvo"]
     ignore += [f"model.layers.{i}.{part}*" for i in range(100) for part in ("self_attn", "linear_attn")]
     write_json(tmp_path / "config.json", {"quantization_config": modelopt_section(ignore=ignore)})
-    started = time.perf_counter()
+    started = time.process_time()
     assert halfbyte.inspect(tmp_path).facts["kinds"]["nvfp4"]["modules"] == len(names)
-    assert time.perf_counter() - started < 2.5
+    assert time.process_time() - started < 2.5
 
 
 LAYERS, SHARDS = 50, 200

@@ -32,7 +32,7 @@ SOURCES = {
         "a.weight_scale": ("F8_E4M3", [40_000, K // 16]),
         "a.weight": ("U8", [40_000, K // 2]),
     },
-    "fp8": {"a.weight_scale": ("F32", [313, 32]), "a.weight": ("F8_E4M3", [40_000, K])},
+    "fp8": {"a.weight_scale": ("F32", [157, 32]), "a.weight": ("F8_E4M3", [20_000, K])},
     "packed": {
         "a.weight_scale_2": ("F32", []),
         "a.weight_scale": ("F8_E4M3", [160_000, K // 16]),

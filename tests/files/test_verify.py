@@ -41,7 +41,6 @@ from checkpoints import (
     nvfp4,
     quantized,
     read_json,
-    run_cli,
     save,
     save_sharded,
     write_json,
@@ -336,7 +335,7 @@ def test_rubbish_in_a_scale_is_a_finding_and_no_warning_of_numpy(tmp_path, dtype
     """Uninitialised memory is often a signalling NaN, whose very conversion NumPy warns of."""
     bits = {"F32": b"\x01\0\x80\x7f", "BF16": b"\x81\x7f", "F16": b"\x01\x7c"}[dtype]
     path = make_dense(tmp_path / "x", change={f"{Q}.{name}": Raw(dtype, (), bits)}, input_scale=True)
-    ran = run_cli("verify", path, "--quiet")
+    ran = call("verify", path, "--quiet")
     assert ran.rc == 1
     assert all(line.startswith("HB") for line in ran.lines), ran.stderr
     assert ("HB106" if name == "weight_scale_2" else "HB113") in ran.stderr
