@@ -268,7 +268,7 @@ def _dense_name(module: Module) -> str:
     """The name of the dense tensor that a quantized module becomes."""
     if module.stack is None or module.main is None:
         return module.member("weight")
-    return module.main.name.removesuffix("_blocks")
+    return module.main.name.removesuffix("_blocks").replace(".weight_packed", ".weight")
 
 
 @dataclass(frozen=True)
