@@ -270,3 +270,23 @@ def test_experts_without_rows_stay_single(tmp_path):
     report = halfbyte.convert(src, tmp_path / "out", to="modelopt", experts="stacked-columns", prove=True)
     assert report.facts["single"] == {f"{P}.*.up_proj": "no rows or columns"}
     assert tensors_of(tmp_path / "out") == tensors_of(src)
+
+
+@pytest.mark.parametrize("scale", [None, np.ones(3, np.float32)])
+@pytest.mark.parametrize("shape", [(16, 32), (2, 0, 32), (2, 16, 32)])
+def test_a_broken_fp8_weight_is_refused_even_where_it_stays(shape, scale, tmp_path):
+    stem = "." if len(shape) == 2 else "_"
+    name = f"{P}.down_proj"
+    tensors = {f"{name}.weight" if stem == "." else name: np.full(shape, 0x38, np.uint8).view(E4M3)}
+    tensors |= {} if scale is None and stem == "." else {f"{name}{stem}weight_scale": np.ones(3, np.float32)}
+    src = make(tmp_path / "src", tensors | {"a.q_proj.weight": np.ones((16, 32), BF16)})
+    check_failure(call("quantize", src, tmp_path / "out", "--ignore", "*experts*"), 2, name)
+    assert leftovers(tmp_path, "src") == []
+
+
+def test_dense_stacks_have_the_names_of_models(tmp_path):
+    parent = "model.layers.0.block_sparse_moe.experts"
+    made = expert_weights(E, INTER, H, ("w1", "w3", "w2"), scale2=lambda e, i: 0.5)
+    src = make(tmp_path / "src", stacked_experts(parent, made), kind="mixtral")
+    halfbyte.dequantize_checkpoint(src, tmp_path / "out")
+    assert set(tensors_of(tmp_path / "out")) == {f"{parent}.gate_up_proj", f"{parent}.down_proj"}

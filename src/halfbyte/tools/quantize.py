@@ -114,9 +114,10 @@ def _choose(
     chosen, skipped = {}, []
     for module in checkpoint.parts:
         reason = _reason_to_skip(module, wanted, unwanted)
+        if module.kind in QUANTIZED:
+            refuse_broken(module)
         if reason is None:
             if module.kind != "dense":
-                refuse_broken(module)
                 refuse_companions(module, (), "would be lost")
             chosen[module.name] = module
         elif module.main is not None:
