@@ -496,6 +496,8 @@ def _taken_apart(module: Module) -> tuple[str, int, str] | None:
 def _alone(families: list[dict[int, Module]]) -> str | None:
     """Why experts of this kind are not stacked, or None."""
     kinds = {module.kind for family in families for module in family.values()}
+    if all(0 in module.shape for family in families for module in family.values()):
+        return "no rows or columns"
     if kinds == {"fp8"}:
         per_tensor = all(prod(m.roles["scale"].shape) == 1 for f in families for m in f.values() if "scale" in m.roles)
         return None if per_tensor else "FP8 with a scale for each row or block"

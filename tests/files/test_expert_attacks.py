@@ -215,3 +215,78 @@ def test_stacks_of_another_parent_stay_stacks(parent, tmp_path):
     ran = call("convert", src, tmp_path / "high", "--to", "modelopt", "--nibble-order", "high", "--quiet")
     assert ran.rc == 0
     assert tensors_of(tmp_path / "high").keys() == tensors_of(src).keys()
+
+
+def test_stats_of_a_stack_that_is_not_one_weight(tmp_path):
+    """Gate and up have scales of their own, in an order that is not known."""
+    made = expert_weights(E, INTER, H, scale2=lambda e, i: 2.0 ** -(9 + e + i), input_scale=lambda e, i: 0.5 + e + i)
+    for columns in (False, True):
+        tensors = stacked_experts(P, made, columns=columns, halves=True)
+        src = make(tmp_path / f"{columns}", tensors, kind=None)
+        _, gate_up = halfbyte.inspect(src, stats=True).facts["stats"]
+        assert (gate_up["shape"], gate_up["scale2"], gate_up["input_scale"]) == ([E, 2 * INTER, H], 2.0**-9, 3.5)
+
+
+def test_a_dense_stack_has_the_name_of_dense_weights(tmp_path):
+    made = expert_weights(E, INTER, H, ("down_proj",), scale2=lambda e, i: 0.5)
+    dotted = stacked_experts(P, made, dotted=True)
+    names = {"weight": "weight_packed", "weight_scale": "weight_scale", "weight_scale_2": "weight_global_scale"}
+    tensors = {f"{P}.down_proj.{names[n.rpartition('.')[2]]}": t for n, t in dotted.items()}
+    halfbyte.dequantize_checkpoint(make(tmp_path / "src", tensors), tmp_path / "out")
+    assert list(tensors_of(tmp_path / "out")) == [f"{P}.down_proj.weight"]
+
+
+@pytest.mark.parametrize("to", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_quantized_stacks_that_are_not_quantized_again(kind, to, tmp_path):
+    """They are written as the layers that they hold, as all others are."""
+    if kind == "fp8":
+        data = np.full((2, H, INTER), 0x38, np.uint8).view(E4M3)
+        experts = {f"{P}.down_proj": data, f"{P}.down_proj_weight_scale": np.float32([0.5, 2])}
+    else:
+        codes, scales = np.full((2, H, 1, 16), 0x31, np.uint8), np.full((2, H, 1), 127, np.uint8)
+        experts = {f"{P}.down_proj_blocks": codes, f"{P}.down_proj_scales": scales}
+    src = make(tmp_path / "src", experts | {"a.q_proj.weight": np.ones((16, 32), BF16)})
+    halfbyte.quantize_checkpoint(src, tmp_path / "out", to=to, ignore=["*experts*"])
+    assert halfbyte.verify(tmp_path / "out").ok
+    with halfbyte.open(tmp_path / "out") as checkpoint:
+        assert {m.name: m.kind for m in checkpoint.modules} == {
+            "a.q_proj": "nvfp4",
+            f"{P}.0.down_proj": kind,
+            f"{P}.1.down_proj": kind,
+        }
+
+
+def test_an_input_scale_of_halves_for_a_stack_that_has_none(tmp_path):
+    made = expert_weights(E, H, H, ("down_proj",), scale2=lambda e, i: 0.5)
+    odd = {f"{P}.down_proj_input_scale": np.ones((E, 2), np.float32)}
+    src = make(tmp_path / "src", stacked_experts(P, made) | odd)
+    assert "HB109" in {f.code for f in halfbyte.verify(src).findings}
+
+
+def test_experts_without_rows_stay_single(tmp_path):
+    made = expert_weights(E, 0, H, ("up_proj",), scale2=lambda e, i: 0.5)
+    src = make(tmp_path / "src", split_experts(P, made))
+    report = halfbyte.convert(src, tmp_path / "out", to="modelopt", experts="stacked-columns", prove=True)
+    assert report.facts["single"] == {f"{P}.*.up_proj": "no rows or columns"}
+    assert tensors_of(tmp_path / "out") == tensors_of(src)
+
+
+@pytest.mark.parametrize("scale", [None, np.ones(3, np.float32)])
+@pytest.mark.parametrize("shape", [(16, 32), (2, 0, 32), (2, 16, 32)])
+def test_a_broken_fp8_weight_is_refused_even_where_it_stays(shape, scale, tmp_path):
+    stem = "." if len(shape) == 2 else "_"
+    name = f"{P}.down_proj"
+    tensors = {f"{name}.weight" if stem == "." else name: np.full(shape, 0x38, np.uint8).view(E4M3)}
+    tensors |= {} if scale is None and stem == "." else {f"{name}{stem}weight_scale": np.ones(3, np.float32)}
+    src = make(tmp_path / "src", tensors | {"a.q_proj.weight": np.ones((16, 32), BF16)})
+    check_failure(call("quantize", src, tmp_path / "out", "--ignore", "*experts*"), 2, name)
+    assert leftovers(tmp_path, "src") == []
+
+
+def test_dense_stacks_have_the_names_of_models(tmp_path):
+    parent = "model.layers.0.block_sparse_moe.experts"
+    made = expert_weights(E, INTER, H, ("w1", "w3", "w2"), scale2=lambda e, i: 0.5)
+    src = make(tmp_path / "src", stacked_experts(parent, made), kind="mixtral")
+    halfbyte.dequantize_checkpoint(src, tmp_path / "out")
+    assert set(tensors_of(tmp_path / "out")) == {f"{parent}.gate_up_proj", f"{parent}.down_proj"}

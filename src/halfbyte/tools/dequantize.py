@@ -16,7 +16,7 @@ from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard, distribute, parse_size, shard_names, write_pieces
 from halfbyte.dialects import Dialect
 from halfbyte.errors import FormatError, UsageError
-from halfbyte.experts import COLUMNS, INTERLEAVED, Gather, expand, model_types, refuse_unordered
+from halfbyte.experts import COLUMNS, INTERLEAVED, Gather, expand, model_types, refuse_unordered, spelled
 from halfbyte.findings import Finding, Report
 from halfbyte.modules import Module, Reading, Stack, fp8_granularity, refuse_broken, refuse_companions
 from halfbyte.stored import CHUNK, Stored, View, byte_count, header_dtype, read_tensor, rows_of
@@ -269,7 +269,11 @@ def _dense_name(module: Module) -> str:
     """The name of the dense tensor that a quantized module becomes."""
     if module.stack is None or module.main is None:
         return module.member("weight")
-    return module.main.name.removesuffix("_blocks")
+    parent, _, stem = module.name.rpartition(".")
+    if module.main.name == f"{module.name}_weight" and "bias" not in module.roles:
+        stem = spelled(module.name).rpartition(".")[2]  # w13_weight is an engine's name: models have gate_up_proj
+        return f"{parent}.{stem}" if parent else stem
+    return module.main.name.removesuffix("_blocks").replace(".weight_packed", ".weight")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 from halfbyte.checkpoint.consistency import header_findings
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint, without_collection
 from halfbyte.findings import Report, in_order
-from halfbyte.modules import Module, Reading, kv_format, nested_section, quant_section
+from halfbyte.modules import Module, Reading, kv_format, nested_section, quant_section, refuse_broken
 from halfbyte.numerics import E4M3_VALUES
 from halfbyte.patterns import is_router, module_class
 from halfbyte.stored import Stored, View
@@ -126,24 +126,31 @@ def _on_disk(tensor: Stored) -> int:
 
 def _stats(checkpoint: Checkpoint, module: Module) -> dict[str, Any]:
     """Facts about the scales of one NVFP4 module."""
-    weight = checkpoint.load(module)
-    scales = weight.scales
+    refuse_broken(module)
+    codes, scales = (checkpoint.read(module.roles[role]).view(np.uint8) for role in ("codes", "scales"))
+    if module.stack is not None and module.stack.columns:
+        codes, scales = (np.ascontiguousarray(a.swapaxes(-1, -2)) for a in (codes, scales))
+    numbers = {
+        role: float(checkpoint.dialect.meaning(module, role, checkpoint.read(stored), checkpoint.original).max())
+        for role, stored in module.roles.items()
+        if role in ("scale2", "input_scale")
+    }
     histogram = np.bincount(scales.reshape(-1), minlength=256)
     blocks = max(int(histogram.sum()), 1)
     used = np.flatnonzero(histogram[:127])
     top = int(used[-1]) if used.size else 0
-    zero_codes = weight.codes.reshape(*scales.shape, 8).view(np.uint64)[..., 0] & 0x7777777777777777 == 0
+    zero_codes = codes.reshape(*scales.shape, 8).view(np.uint64)[..., 0] & 0x7777777777777777 == 0
     empty = scales[zero_codes]
     return {
         "name": module.name,
         "shape": list(module.shape),
-        "scale2": float(weight.scale2.max()),
-        "input_scale": None if weight.input_scale is None else float(weight.input_scale.max()),
+        "scale2": numbers["scale2"],
+        "input_scale": numbers.get("input_scale"),
         "zero": float(histogram[0] / blocks),
         "subnormal": float(histogram[1:8].sum() / blocks),
         "largest": float(histogram[126] / blocks),
         "largest_scale": float(E4M3_VALUES[top]),
-        "amax": float(E4M3_VALUES[top] * 6 * weight.scale2.max()),
+        "amax": float(E4M3_VALUES[top] * 6 * np.float32(numbers["scale2"])),
         "recipe": _guess(top, empty),
     }
 

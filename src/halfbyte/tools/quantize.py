@@ -115,9 +115,10 @@ def _choose(
     chosen, skipped = {}, []
     for module in checkpoint.parts:
         reason = _reason_to_skip(module, wanted, unwanted)
+        if module.kind in QUANTIZED:
+            refuse_broken(module)
         if reason is None:
             if module.kind != "dense":
-                refuse_broken(module)
                 refuse_companions(module, (), "would be lost")
             chosen[module.name] = module
         elif module.main is not None:
@@ -338,12 +339,12 @@ class _Quantize(Work):
 
 
 def _whole_stacks(checkpoint: Checkpoint, chosen: Mapping[str, Module]) -> list[Module]:
-    """The modules, where a stack of experts of which some are quantized counts as the layers that it holds."""
+    """The modules; a stack of experts counts as the layers that it holds, unless it is dense and stays so."""
     found: list[Module] = []
     parts = iter(checkpoint.parts)
     for module in checkpoint.modules:
         layers = [next(parts) for _ in expand(module)]
-        split = module.stack is not None and any(chosen.get(m.name) is m for m in layers)
+        split = module.kind != "dense" or any(chosen.get(m.name) is m for m in layers)
         found += layers if split or module.stack is None else [module]
     return found
 

@@ -155,7 +155,9 @@ class _Scan:
             values = self.scalars.get((module.name, "input_scale"), ())
             parent, _, last = module.name.rpartition(".")
             if module.stack is not None and last not in GATE_UP:
-                layers[parent, last] += [(module.roles["input_scale"], v) for (v,) in values if len(values) > 1]
+                layers[parent, last] += [
+                    (module.roles["input_scale"], v[0]) for v in values if len(values) > 1 == len(v)
+                ]
             elif (found := numbered(module.name)) and len(values) and not fused_group(module.name):
                 layers[found[0], found[2]].append((module.roles["input_scale"], float(values[0, 0])))
         for (_, part), experts in layers.items():
