@@ -547,3 +547,17 @@ def test_dotted_dense_stacks(tmp_path):
     convert(tmp_path / "out", tmp_path / "stacked", experts="stacked")
     halfbyte.dequantize_checkpoint(tmp_path / "stacked", back, dtype="float32")
     assert tensors_of(back)[f"{P}.up_proj"].shape == stack.shape
+
+
+def test_provenance_of_some_of_a_stack(tmp_path):
+    """The reciprocals of most numbers lead back to them; of the last one they do not, and it is kept."""
+    made = expert_weights(3, 32, 32, ("down_proj",), scale2=lambda e, i: 2.0**-9)
+    tensors = split_experts("m.experts", made, "compressed-tensors")
+    odd = next(x for x in np.linspace(1, 2, 997, dtype=np.float32) if 1 / np.float32(1 / x) != x) * np.float32(2**9)
+    tensors["m.experts.2.down_proj.weight_global_scale"] = np.full(1, odd)
+    (tmp_path / "a").mkdir()
+    save(tmp_path / "a" / "model.safetensors", tensors)
+    halfbyte.convert(tmp_path / "a", tmp_path / "b", to="modelopt", experts="stacked", prove=True)
+    halfbyte.convert(tmp_path / "b", tmp_path / "c", to="compressed-tensors", experts="split", prove=True)
+    assert halfbyte.open(tmp_path / "b").findings == []
+    assert tensors_of(tmp_path / "c") == tensors_of(tmp_path / "a")

@@ -46,6 +46,8 @@ def reading_options(command: F) -> F:
     def with_reading(
         nibble_order: str | None, scale_layout: str | None, scale2: str | None, gate_up: str | None, **options: Any
     ) -> Any:
+        import numpy  # noqa: F401  before ml_dtypes, which prints a traceback if Ctrl-C comes while it imports it
+
         from halfbyte.modules import Reading
 
         return command(reading=Reading(nibble_order, scale_layout, scale2, gate_up), **options)
