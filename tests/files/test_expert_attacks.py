@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -290,3 +291,30 @@ def test_dense_stacks_have_the_names_of_models(tmp_path):
     src = make(tmp_path / "src", stacked_experts(parent, made), kind="mixtral")
     halfbyte.dequantize_checkpoint(src, tmp_path / "out")
     assert set(tensors_of(tmp_path / "out")) == {f"{parent}.gate_up_proj", f"{parent}.down_proj"}
+
+
+@pytest.mark.parametrize("entry", [{"x": "\udada"}, {"\udada": "x"}])
+def test_metadata_that_is_not_text(entry, tmp_path):
+    """Half of a surrogate pair, which no file can hold but as an escape."""
+    body = {"a.weight": {"dtype": "BF16", "shape": [16, 16], "data_offsets": [0, 512]}}
+    raw_safetensors(tmp_path / "model.safetensors", {"__metadata__": entry} | body, b"\0" * 512)
+    check_failure(call("quantize", tmp_path / "model.safetensors", tmp_path / "out"), 2, "__metadata__")
+    assert leftovers(tmp_path, "model.safetensors") == []
+
+
+def test_a_config_that_is_not_text_is_carried(tmp_path):
+    src = make(tmp_path / "src", stacked_experts(P, expert_weights(1, INTER, H, **EACH)))
+    config = {"model_type": "qwen3_moe", "odd": "\udada\u00e9"}
+    (src / "config.json").write_text(json.dumps(config))
+    halfbyte.convert(src, tmp_path / "out", to="modelopt", experts="split")
+    written = json.loads((tmp_path / "out" / "config.json").read_bytes())
+    assert {key: written[key] for key in config} == config
+
+
+def test_a_directory_whose_name_is_not_text(tmp_path):
+    folder = tmp_path / os.fsdecode(b"\xff")
+    made = expert_weights(1, INTER, H, **EACH)
+    folder.mkdir()
+    make(tmp_path / "src", stacked_experts(P, made)).rename(folder / "src")
+    halfbyte.convert(folder / "src", folder / "out", to="modelopt", experts="split")
+    assert leftovers(folder) == ["out", "src"]

@@ -202,7 +202,9 @@ def _tensor(name: str, entry: Any, file: str, base: int) -> Stored:
 
 
 def _are_strings(metadata: Any) -> bool:
-    return isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    return isinstance(metadata, dict) and all(
+        isinstance(value, str) and _is_text(key) and _is_text(value) for key, value in metadata.items()
+    )
 
 
 def _is_text(name: str) -> bool:

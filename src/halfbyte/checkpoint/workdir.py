@@ -211,7 +211,7 @@ class WorkDirectory:
     def _write_manifest(self, plan: Mapping[str, Any]) -> None:
         temporary = self.path / f"{_MANIFEST}.tmp"
         with open(temporary, "w", encoding="utf-8") as handle:
-            json.dump(plan, handle, ensure_ascii=False)
+            json.dump(plan, handle)
             handle.flush()
             os.fsync(handle.fileno())
         temporary.rename(self.path / _MANIFEST)

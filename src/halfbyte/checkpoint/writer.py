@@ -358,7 +358,9 @@ class CheckpointWriter:
 
     def json(self, name: str, value: Any) -> None:
         """Write a JSON file."""
-        self._place(name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+        self._place(
+            name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        )  # halves of surrogate pairs stay escapes
 
     def carry(self, source: Path, name: Path) -> None:
         """Copy a file as it is; ``name`` is relative to the directory."""
