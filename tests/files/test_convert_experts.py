@@ -561,3 +561,25 @@ def test_provenance_of_some_of_a_stack(tmp_path):
     halfbyte.convert(tmp_path / "b", tmp_path / "c", to="compressed-tensors", experts="split", prove=True)
     assert halfbyte.open(tmp_path / "b").findings == []
     assert tensors_of(tmp_path / "c") == tensors_of(tmp_path / "a")
+
+
+def test_a_dense_stack_of_no_known_model_states_how_it_lies(tmp_path):
+    made = expert_weights(E, INTER, HIDDEN, **EACH)
+    metadata = encode_stacks({f"{P}.gate_up_proj": Stack(True, "interleaved")})
+    stacked = stacked_experts(P, made, columns=True, order="interleaved")
+    src = make(tmp_path / "src", stacked, {"model_type": None}, metadata)
+    halfbyte.dequantize_checkpoint(src, tmp_path / "dense", dtype="float32")
+    assert not halfbyte.open(tmp_path / "dense").config.get("model_type")
+    with halfbyte.open(tmp_path / "dense") as ck:
+        for (e, part), roles in made.items():
+            assert np.array_equal(ck[f"{P}.{e}.{part}"].data, Weight(**roles).dequantize())
+
+
+def test_fp8_layers_of_both_names(tmp_path):
+    data = np.full((160, 32), 0x38, np.uint8).view(E4M3)
+    ones = np.ones((2, 1), np.float32)
+    tensors = {"a.weight": data, "a.weight_scale_inv": ones, "b.weight": data, "b.weight_scale": ones}
+    src = make(tmp_path / "src", tensors)
+    assert not [f for f in halfbyte.verify(src).findings if f.severity == "error"]
+    convert(src, tmp_path / "out")
+    assert set(tensors_of(tmp_path / "out")) == {"a.weight", "a.weight_scale", "b.weight", "b.weight_scale"}

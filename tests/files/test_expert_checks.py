@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 
 import halfbyte
-from checkpoints import BF16, E4M3, Raw, ct_section, floats, modelopt_section, named, nvfp4, save, write_json
+from checkpoints import (
+    BF16,
+    E4M3,
+    Raw,
+    ct_section,
+    floats,
+    modelopt_section,
+    named,
+    nvfp4,
+    save,
+    stacked_experts,
+    write_json,
+)
 
 MLP = "model.layers.0.mlp"
 EXPERTS = f"{MLP}.experts"
@@ -492,3 +504,15 @@ def test_floats_of_a_format_that_is_not_read(tmp_path):
     findings = found(model(tmp_path / "x", tensors, section=groups(**UNREAD["INT4"][1])))
     assert told(findings)[0] == ("HB118", "b.up_proj.weight_scale", [3, 1], "1 values")
     assert [f.code for f in findings] == ["HB118", "HB139"]
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize(("limit", "told"), [(1 << 30, True), (500, False), (100, False)])
+def test_memory_for_zero_scales_is_bounded(columns, limit, told, tmp_path, monkeypatch):
+    """A file of holes may state any size: above a limit zero scales are not compared with their codes."""
+    monkeypatch.setattr("halfbyte.tools.verify._MASK", limit)
+    made = {(e, "up_proj"): nvfp4(48, 96, e) for e in range(2)}
+    for roles in made.values():
+        roles["scales"].view(np.uint8)[0, 0] = 0
+    save(tmp_path / "model.safetensors", stacked_experts("m.experts", made, columns=columns))
+    assert ("HB115" in {f.code for f in halfbyte.verify(tmp_path).findings}) is told

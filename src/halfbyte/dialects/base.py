@@ -150,8 +150,9 @@ class Dialect:
         kind = self.kind_of(group)
         table = self.suffixes.get(kind, {})
         roles = {role: group[suffix] for role, suffix in table.items() if suffix in group}
-        if kind == "fp8" and "scale" not in roles and "weight_scale_inv" in group:
-            roles["scale"] = group["weight_scale_inv"]  # block scales as DeepSeek names them; they multiply, too
+        if kind == "fp8" and "scale" not in roles:
+            # Block scales as DeepSeek names them multiply, too; layers of both names lie in one checkpoint.
+            roles |= {"scale": group[s] for s in ("weight_scale_inv", "weight_scale") if s in group}
         rest = []
         if len(roles) < len(group):
             taken = {tensor.name for tensor in roles.values()}

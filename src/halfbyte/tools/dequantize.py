@@ -16,7 +16,7 @@ from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard, distribute, parse_size, shard_names, write_pieces
 from halfbyte.dialects import Dialect
 from halfbyte.errors import FormatError, UsageError
-from halfbyte.experts import COLUMNS, INTERLEAVED, Gather, expand, model_types, refuse_unordered, spelled
+from halfbyte.experts import COLUMNS, INTERLEAVED, Gather, encode_stacks, expand, model_types, refuse_unordered, spelled
 from halfbyte.findings import Finding, Report
 from halfbyte.modules import Module, Reading, Stack, fp8_granularity, refuse_broken, refuse_companions
 from halfbyte.stored import CHUNK, Stored, View, byte_count, header_dtype, read_tensor, rows_of
@@ -155,7 +155,13 @@ class _Dequantize(Work):
     def _file(self, tensors: list[Stored]) -> File:
         copies = [(t.name, 0, t) for t in tensors if t.file]
         made = sum(_inside_bytes(self._made[t.name]) for t in tensors if not t.file)
-        return File(tensors, made + sum(t.nbytes for *_, t in copies), copies)
+        stacks = {
+            t.name.removesuffix(".weight"): self._form(self._made[t.name])
+            for t in tensors
+            if not t.file and self._made[t.name].stack is not None
+        }
+        stated = {} if model_types(self.checkpoint.headers) else encode_stacks(stacks)
+        return File(tensors, made + sum(t.nbytes for *_, t in copies), copies, {"format": "pt"} | stated)
 
     def steps(self, name: str, shard: Shard) -> list[Step]:
         found = self._found.setdefault(name, [])

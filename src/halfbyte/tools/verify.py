@@ -33,6 +33,9 @@ _EXPONENT: dict[str, tuple[Any, int]] = {
 }
 """Float dtype -> the unsigned type of its bits, and the exponent of Inf and NaN."""
 
+_MASK = 1 << 30
+"""Bytes of block scales up to which zero ones are compared with their codes: a file of holes may state any size."""
+
 _SCALARS = ("scale2", "input_scale", "scale", "k_scale", "v_scale")
 """Roles that are read whole, also in a sample."""
 
@@ -340,6 +343,7 @@ class _Scan:
     def _scales(self, module: Module, tensor: Stored) -> Any:
         """Report bad block scales; returns the mask of zero ones, or None where there is none."""
         zero, subnormal, read = None, 0, 0
+        small = max(tensor.nbytes, 8 * max(tensor.shape, default=0)) <= _MASK
         bad = {code: _Places(self.cap) for code in ("HB103", "HB104")}
         for start, piece in self._chunks(tensor):
             if not piece.size:
@@ -352,7 +356,7 @@ class _Scan:
                 bad["HB104"].add(start, piece, (piece >= 128) & ~nan)
             if low < 8:
                 subnormal += int(np.count_nonzero((piece > 0) & (piece < 8)))
-            if low == 0:
+            if low == 0 and small:
                 zero = np.zeros(tensor.nbytes, bool) if zero is None else zero
                 zero[start : start + piece.nbytes] = piece == 0
         for code, places in bad.items():
@@ -434,7 +438,8 @@ def _used(piece: Any, stride: int) -> Any:
 def _together(module: Module, role: str) -> int:
     """How many rows of a tensor on disk make whole blocks: where K comes before N, 8 rows of bytes."""
     columns = module.stack is not None and module.stack.columns
-    return 8 if columns and role == "codes" and prod(module.roles[role].shape[:-1]) % 8 == 0 else 1
+    shape = module.roles[role].shape
+    return 8 if columns and role == "codes" and prod(shape[:-1]) % 8 == 0 and 8 * max(shape) <= _MASK else 1
 
 
 def _place(module: Module, role: str, tensor: Stored, position: int) -> list[int]:
