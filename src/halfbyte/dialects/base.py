@@ -152,7 +152,8 @@ class Dialect:
         roles = {role: group[suffix] for role, suffix in table.items() if suffix in group}
         if kind == "fp8" and "scale" not in roles:
             # Block scales as DeepSeek names them multiply, too; layers of both names lie in one checkpoint.
-            roles |= {"scale": group[s] for s in ("weight_scale_inv", "weight_scale") if s in group}
+            other = group.get("weight_scale_inv", group.get("weight_scale"))
+            roles |= {} if other is None else {"scale": other}
         rest = []
         if len(roles) < len(group):
             taken = {tensor.name for tensor in roles.values()}
