@@ -83,9 +83,9 @@ def stacks(headers: Headers, parent: str, group: dict[str, Stored]) -> Iterator[
     """Take the stacks out of ``group`` (suffix -> tensor of the module ``parent``) and give them as modules."""
     in_order = sorted(group)
     for suffix, tensor in [(s, t) for s, t in group.items() if len(t.shape) >= 3]:
-        found = _stack_of(suffix, tensor, parent, group)
+        found = _stack_of(suffix, tensor, parent, group) if suffix in group else None
         if found is None:
-            continue
+            continue  # not a stack, or beside one that has been taken out
         stem, kind, roles = found
         taken = {t.name for t in roles.values()}
         beside = in_order[bisect_left(in_order, f"{stem}_") : bisect_left(in_order, f"{stem}`")]  # ` follows _

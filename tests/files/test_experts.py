@@ -300,3 +300,15 @@ def test_numbers_of_experts():
     assert numbered("experts.0.w1") == ("experts", 0, "w1")
     for name in ("experts.012.w1", "experts.100000.w1", f"experts.{'9' * 5000}.w1", "experts.٣.w1", "experts.1.w1.x"):
         assert numbered(name) is None
+
+
+def test_a_stack_whose_companion_looks_like_a_stack(tmp_path):
+    """Both names could be that of the codes: the first takes the other with it, as something unknown."""
+    made = {(e, "q_proj"): nvfp4(32, 32, e) for e in range(2)}
+    tensors = stacked_experts(P, made)
+    tensors[f"{P}.q_proj_weight"] = tensors[f"{P}.q_proj"]
+    path = checkpoint(tmp_path / "x", tensors)
+    with halfbyte.open(path) as ck:
+        (module,) = ck.modules
+        assert {t.name for t in module.tensors} == set(tensors)
+        assert len(module.unknown) == 1
