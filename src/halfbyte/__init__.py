@@ -12,11 +12,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "CODES": "findings",
     "Checkpoint": "checkpoint.reader",
-    "DenseWeight": "weight",
+    "DenseWeight": "kinds",
     "Finding": "findings",
-    "Fp8Weight": "weight",
+    "Fp8Weight": "kinds",
     "HalfbyteError": "errors",
-    "Mxfp4Weight": "weight",
+    "Int8Weight": "kinds",
+    "Mxfp4Weight": "kinds",
     "Packed": "layouts",
     "Plan": "ops",
     "Reading": "modules",
@@ -46,6 +47,7 @@ __all__ = [
     "Finding",
     "Fp8Weight",
     "HalfbyteError",
+    "Int8Weight",
     "Mxfp4Weight",
     "Packed",
     "Plan",
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
     from halfbyte.errors import HalfbyteError
     from halfbyte.explanations import explain
     from halfbyte.findings import CODES, Finding, Report
+    from halfbyte.kinds import DenseWeight, Fp8Weight, Int8Weight, Mxfp4Weight
     from halfbyte.layouts import Packed
     from halfbyte.modules import Reading
     from halfbyte.ops import Plan, linear, pack, plan, unpack
@@ -88,7 +91,7 @@ if TYPE_CHECKING:
     from halfbyte.tools.inspect import inspect
     from halfbyte.tools.quantize import quantize_checkpoint
     from halfbyte.tools.verify import verify
-    from halfbyte.weight import DenseWeight, Fp8Weight, Mxfp4Weight, Weight
+    from halfbyte.weight import Weight
 
 
 def __getattr__(name: str) -> Any:
