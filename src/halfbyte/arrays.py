@@ -204,6 +204,35 @@ def stack_arrays(arrays: Sequence[Array]) -> Array:
     return np.stack(arrays)
 
 
+def take(a: Array, index: Any, axis: int) -> Array:
+    """The entries of ``a`` along an axis that a NumPy index names, in its order."""
+    if is_torch(a):
+        return a.index_select(axis, to_torch(index, a.device))
+    return np.take(a, index, axis)
+
+
+def permutation(index: Any, size: int, what: str, inverse: bool) -> Any:
+    """``index`` as (size,) i64, or its inverse; WeightError where it is not a permutation of 0..size-1."""
+    order = np.asarray(to_numpy(index))
+    if order.size == 0:
+        order = order.astype(np.int64)
+    if order.ndim != 1 or order.dtype.kind not in "iu":
+        got = f"{order.dtype} {order.shape}"
+        raise WeightError(f"an index of {what} is not a vector of integers", got=got, expected=f"({size},)")
+    if order.size != size:
+        raise WeightError(f"an index of {what} has the wrong length", got=order.size, expected=size)
+    outside = (order < 0) | (order >= size)
+    if outside.any():
+        at = int(outside.argmax())
+        raise WeightError(f"an index of {what} leaves its range", index=[at], got=order[at], expected=f"0..{size - 1}")
+    order = order.astype(np.int64)
+    counts = np.bincount(order, minlength=size)
+    if (counts != 1).any():
+        got = f"{int(counts.argmax())} more than once, {int(counts.argmin())} never"
+        raise WeightError(f"not a permutation of {what}", got=got)
+    return np.argsort(order) if inverse else order
+
+
 def equal_or_none(a: Array | None, b: Array | None) -> bool:
     """Whether both are None, or arrays of equal shape and numbers."""
     if a is None or b is None:

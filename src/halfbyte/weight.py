@@ -8,7 +8,7 @@ The other kinds of weight (halfbyte.kinds) and the moves between libraries (half
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, ClassVar, Literal
 
@@ -29,14 +29,17 @@ from halfbyte.arrays import (
     library,
     normal_input,
     per_tensor_or_row,
+    permutation,
     same_bits,
     stack_arrays,
+    take,
     to_numpy,
     to_torch,
 )
 from halfbyte.errors import WeightError
 from halfbyte.kinds import DenseWeight, Fp8Weight, Int8Weight, Mxfp4Weight
 from halfbyte.numerics import BLOCK, Array, decode_e2m1, decode_e4m3, encode_e4m3, is_torch
+from halfbyte.shifts import common_exponents, mantissas, shift_scale2, shift_scales
 
 __all__ = [
     "DenseWeight",
@@ -51,7 +54,10 @@ __all__ = [
     "to_torch",
 ]
 
-ConcatPolicy = Literal["exact", "equal", "common"]
+ConcatPolicy = Literal["exact", "equal", "shift", "common"]
+
+_MOST_RANKS = 128
+"""Larger degrees are not listed where a split is refused."""
 
 
 class LossyWarning(UserWarning):
@@ -203,23 +209,155 @@ class Weight(Immutable):
         if not 0 <= a <= b <= size:
             raise WeightError(f"{axis} {a}..{b} are not within 0..{size}")
 
+    def permute_rows(self, index: Any, inverse: bool = False) -> Weight:
+        """The output features in another order, with their codes, scales and per-row scale2.
+
+        Args:
+            index: (N,) integers; row i becomes what row index[i] was.
+            inverse: undo that: row index[i] becomes what row i was.
+
+        Raises:
+            WeightError: not a permutation of the rows.
+        """
+        order = permutation(index, self.n, "rows", inverse)
+        return self.replace(
+            codes=take(self.codes, order, -2),
+            scales=take(self.scales, order, -2),
+            scale2=take(self.scale2, order, -2) if self.per_row else self.scale2,
+        )
+
+    def slice_experts(self, start: int, stop: int) -> Weight:
+        """Experts start..stop of the first expert axis, with all that each has of its own."""
+        self._check_experts()
+        self._check_range(start, stop, self.shape[0], "experts")
+        return self._map_experts(lambda a: a[start:stop])
+
+    def permute_experts(self, index: Any, inverse: bool = False) -> Weight:
+        """The experts of the first axis in another order; the arguments are those of permute_rows, with E integers."""
+        self._check_experts()
+        order = permutation(index, self.shape[0], "experts", inverse)
+        return self._map_experts(lambda a: take(a, order, 0))
+
+    def _check_experts(self) -> None:
+        if not self.experts:
+            raise WeightError("this weight has no expert axis", got=self.shape)
+
+    def _map_experts(self, choose: Callable[[Array], Array]) -> Weight:
+        names = ("codes", "scales", "scale2", "input_scale")
+        return self.replace(**{n: choose(a) for n in names if (a := getattr(self, n)) is not None})
+
+    def shard_rows(self, rank: int, degree: int, multiple: int = 1) -> Weight:
+        """The rows of one of ``degree`` ranks (column-parallel layers: each rank computes some outputs).
+
+        Args:
+            rank: 0..degree-1.
+            degree: the number of ranks; all get the same number of rows.
+            multiple: what that number must be a multiple of, for example 128 where scales lie in 128x4 tiles.
+
+        Raises:
+            WeightError: N does not split so; the error names the degrees that do.
+        """
+        return self.rows(*_shard(self.n, rank, degree, multiple, "N"))
+
+    def shard_columns(self, rank: int, degree: int, multiple: int = BLOCK) -> Weight:
+        """The input features of one of ``degree`` ranks, with their part of pre_scale (row-parallel layers).
+
+        The ranks' products add up to that of the whole. A K that ends inside a block is not split.
+
+        Args:
+            rank: 0..degree-1.
+            degree: the number of ranks; all get the same number of columns.
+            multiple: what that number must be a multiple of: 16, or more where a layout needs it, for example 64.
+
+        Raises:
+            WeightError: K does not split so; the error names its blocks and the degrees that divide.
+        """
+        if multiple % BLOCK:
+            raise WeightError(f"columns are cut at multiples of {BLOCK}", got=f"multiple={multiple}")
+        return self.columns(*_shard(self.k, rank, degree, multiple, "K"))
+
+    def shard_experts(self, rank: int, degree: int) -> list[Weight]:
+        """All E experts as one of ``degree`` ranks sees them: its own E/degree, and null for those of the others.
+
+        Each expert is on one rank alone, so what the ranks compute adds up to what one would.
+
+        Raises:
+            WeightError: E does not split so; the error names the degrees that do.
+        """
+        self._check_experts()
+        start, stop = _shard(self.shape[0], rank, degree, 1, "E")
+        remote = Weight.null(self.shape[1:])
+        own = self.slice_experts(start, stop).unstack()
+        return [own[e - start] if start <= e < stop else remote for e in range(self.shape[0])]
+
+    def shift_scale2(self, p: Any) -> Weight:
+        """The same values with scale2 times 2^p and every block scale times 2^-p.
+
+        Args:
+            p: an integer, or integers of scale2's shape.
+
+        Raises:
+            WeightError: a block scale that would round (finer than E4M3's smallest step, or above 448), with the
+                index of the first; or a scale2 that leaves the range of float32.
+        """
+        power = np.asarray(to_numpy(p))
+        if power.dtype.kind not in "iu" or power.shape not in ((), tuple(self.scale2.shape)):
+            got = f"{power.dtype} {power.shape}"
+            raise WeightError("p must be an integer", got=got, expected=f"one, or {tuple(self.scale2.shape)}")
+        power = np.broadcast_to(power.astype(np.int64), self.scale2.shape)
+        return self.replace(scales=shift_scales(self.scales, power), scale2=shift_scale2(self.scale2, power))
+
+    @staticmethod
+    def share_scale2(parts: Sequence[Weight]) -> list[Weight]:
+        """The same values under one scale2 for each expert, by powers of two alone.
+
+        Of the scale2 that are exact for every block, it is the nearest to the largest of the parts.
+
+        Raises:
+            WeightError: two scale2 whose ratio is not a power of two, or a block scale that would round.
+        """
+        filled = [i for i, part in enumerate(parts) if part.n]
+        found = [mantissas(to_numpy(parts[i].scale2)) for i in filled]
+        for i, (m, _) in zip(filled, found, strict=True):
+            if not (m == found[0][0][..., :1, :]).all():
+                raise WeightError(
+                    f"the scale2 of part {i} is not a power of two times that of part {filled[0]}",
+                    got=[float(parts[j].scale2.reshape(-1)[0]) for j in filled],
+                    hint='use concat with policy="exact" (per-row scale2) or policy="common" (rounds)',
+                )
+        shared = list(parts)
+        if filled:
+            exponents = [e for _, e in found]
+            target = common_exponents([parts[i].scales for i in filled], exponents)
+            for i, e in zip(filled, exponents, strict=True):
+                try:
+                    shifted = parts[i].shift_scale2(target - e)
+                except WeightError as error:
+                    error.message = f"part {i}: {error.message}"
+                    raise
+                shared[i] = shifted.replace(scale2=shifted.scale2[..., :1, :])
+        return shared
+
     @staticmethod
     def concat(parts: Sequence[Weight], policy: ConcatPolicy = "exact") -> Weight:
         """Join weights along N, as fused layers (q/k/v, gate/up) do.
 
+        A fused layer has one input, so parts whose input_scale or pre_scale differ are refused: nothing is averaged,
+        and no largest one is taken unasked.
+
         Args:
             parts: weights of equal K and expert axes, with equal input_scale and pre_scale.
             policy: what happens where scale2 differs. "exact": it becomes per-row; no bit of a part
-                changes. "equal": WeightError. "common": the block scales are rounded to the largest
-                scale2, and a LossyWarning states the relative error.
+                changes. "equal": WeightError. "shift": as share_scale2; no value changes. "common": the block
+                scales are rounded to the largest scale2, and a LossyWarning states the relative error.
 
         Raises:
-            WeightError: nothing to join, or parts that do not fit.
+            WeightError: nothing to join, parts that do not fit, or scale2 that "equal" or "shift" cannot join.
         """
         if not parts:
             raise WeightError("concat needs at least one weight")
-        if policy not in ("exact", "equal", "common"):
-            raise WeightError("unknown policy", got=repr(policy), expected="'exact', 'equal' or 'common'")
+        if policy not in ("exact", "equal", "shift", "common"):
+            raise WeightError("unknown policy", got=repr(policy), expected="'exact', 'equal', 'shift' or 'common'")
         first = parts[0]
         for i, part in enumerate(parts[1:], 1):
             if is_torch(part.codes) != is_torch(first.codes):
@@ -234,6 +372,8 @@ class Weight(Immutable):
                         f"the {name} of part {i} differs from that of part 0",
                         hint=f"decide it first, for example with part.replace({name}=None)",
                     )
+        if policy == "shift":
+            parts = Weight.share_scale2(parts)
         filled = [p for p in parts if p.n]
         common = filled[0].scale2[..., :1, :] if filled else first.scale2
         equal = all(bool((p.scale2 == common).all()) for p in filled)
@@ -241,7 +381,7 @@ class Weight(Immutable):
             raise WeightError(
                 "the parts have different scale2",
                 got=[float(p.scale2.reshape(-1)[0]) for p in parts],
-                hint='use policy="exact" (per-row scale2) or policy="common" (rounds)',
+                hint='use policy="exact" (per-row scale2), "shift" (powers of two only) or "common" (rounds)',
             )
         if not equal and policy == "common":
             parts, common = _to_common_scale2(parts)
@@ -254,7 +394,10 @@ class Weight(Immutable):
         )
 
     def split(self, sizes: Sequence[int]) -> list[Weight]:
-        """The inverse of concat: parts of the given N, each per-tensor again where its rows agree."""
+        """The inverse of concat: parts of the given N, each with its own scale2, per-tensor where its rows agree.
+
+        input_scale and pre_scale are one for all, as concat demands, and each part gets them.
+        """
         if sum(sizes) != self.n or any(size < 0 for size in sizes):
             raise WeightError("the sizes do not add up to N", got=list(sizes), expected=self.n)
         parts, start = [], 0
@@ -294,8 +437,7 @@ class Weight(Immutable):
 
     def unstack(self) -> list[Weight]:
         """The weights along the first expert axis."""
-        if not self.experts:
-            raise WeightError("this weight has no expert axis", got=self.shape)
+        self._check_experts()
         inputs = [None] * self.shape[0] if self.input_scale is None else list(self.input_scale)
         return [
             self.replace(codes=self.codes[e], scales=self.scales[e], scale2=self.scale2[e], input_scale=inputs[e])
@@ -318,6 +460,22 @@ class Weight(Immutable):
     def _map(self, move: Any) -> Weight:
         arrays = ("codes", "scales", "scale2", "input_scale", "pre_scale")
         return self.replace(**{n: move(a) for n in arrays if (a := getattr(self, n)) is not None})
+
+
+def _shard(size: int, rank: int, degree: int, multiple: int, axis: str) -> tuple[int, int]:
+    """Where a rank's equal share of an axis begins and ends."""
+    if degree < 1 or not 0 <= rank < degree:
+        raise WeightError("no such rank", got=f"rank {rank} of {degree}", expected="0 <= rank < degree")
+    if degree > 1 and size % (degree * multiple):
+        units = 1 if size % multiple else size // multiple
+        divide = [d for d in range(1, min(units, _MOST_RANKS) + 1) if units % d == 0]
+        blocks = f" ({size // BLOCK} x {BLOCK}{f' + {size % BLOCK}' if size % BLOCK else ''})"
+        each = f" in multiples of {multiple}" if multiple > 1 else ""
+        raise WeightError(
+            f"{axis} = {size}{blocks if axis == 'K' else ''} does not split over {degree} ranks{each}",
+            expected=f"a degree among {', '.join(map(str, divide))}",
+        )
+    return size // degree * rank, size // degree * (rank + 1)
 
 
 def _to_common_scale2(parts: Sequence[Weight]) -> tuple[list[Weight], Array]:

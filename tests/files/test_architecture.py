@@ -29,7 +29,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "experts": (*BASE, "modules"),
     "arrays": BASE,
     "kinds": (*BASE, "arrays"),
-    "weight": (*BASE, "arrays", "kinds"),
+    "shifts": (*BASE, "arrays"),
+    "weight": (*BASE, "arrays", "kinds", "shifts"),
     "mxfp4": MEANING,
     "casts": (*MEANING, "mxfp4", "modules"),
     "recipes": MEANING,
@@ -49,7 +50,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "timing": BASE,
 }
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- arrays <-
-kinds <- weight <- recipes, layouts <- dialects <- checkpoint <- tools <- cli; weight <- layouts <- kernels <- ops <- nn."""
+kinds, shifts <- weight <- recipes, layouts; layouts <- dialects <- checkpoint <- tools <- cli, and
+layouts <- kernels <- ops <- nn."""
 
 CHAIN = {
     "reader": {"header"},
@@ -120,7 +122,7 @@ def test_kernels_see_no_files_and_files_no_kernels():
         others = {other.split(".")[1] for other in imported(file) if other.count(".")}
         if part in ("kernels", "ops"):
             assert not others & {"checkpoint", "dialects", "tools", "cli", "stored", "findings"}, name
-        if part in ("checkpoint", "dialects", "tools", "recipes", "layouts", "arrays", "kinds", "weight"):
+        if part in ("checkpoint", "dialects", "tools", "recipes", "layouts", "arrays", "kinds", "shifts", "weight"):
             assert not others & {"kernels", "ops", "nn"}, name
 
 

@@ -519,7 +519,7 @@ def test_concat_equal_refuses(rng):
     parts = [random_weight(rng, 2, 32).replace(scale2=s) for s in (0.5, 0.25)]
     assert refusal(lambda: Weight.concat(parts, "equal")) == (
         "the parts have different scale2: got [0.5, 0.25]; "
-        'use policy="exact" (per-row scale2) or policy="common" (rounds)'
+        'use policy="exact" (per-row scale2), "shift" (powers of two only) or "common" (rounds)'
     )
 
 
@@ -576,7 +576,7 @@ def test_concat_refuses(rng):
     a = random_weight(rng, 2, 32, input_scale=True, pre_scale=True)
     assert refusal(lambda: Weight.concat([])) == "concat needs at least one weight"
     assert refusal(lambda: Weight.concat([a, a], "lossy")) == (
-        "unknown policy: got 'lossy', expected 'exact', 'equal' or 'common'"
+        "unknown policy: got 'lossy', expected 'exact', 'equal', 'shift' or 'common'"
     )
     assert refusal(lambda: Weight.concat([a, random_weight(rng, 2, 48)])) == (
         "part 1 has another K or E: got (2, 48), expected (*(), N, 32)"
