@@ -34,6 +34,8 @@ _HOMES = {
     "plan": "ops",
     "quantize": "recipes",
     "quantize_checkpoint": "tools.quantize",
+    "to_fp8": "lossy",
+    "to_int8": "lossy",
     "unpack": "ops",
     "verify": "tools.verify",
 }
@@ -68,6 +70,8 @@ __all__ = [
     "plan",
     "quantize",
     "quantize_checkpoint",
+    "to_fp8",
+    "to_int8",
     "unpack",
     "verify",
 ]
@@ -82,6 +86,7 @@ if TYPE_CHECKING:
     from halfbyte.findings import CODES, Finding, Report
     from halfbyte.kinds import DenseWeight, Fp8Weight, Int8Weight, Mxfp4Weight
     from halfbyte.layouts import Packed
+    from halfbyte.lossy import to_fp8, to_int8
     from halfbyte.modules import Reading
     from halfbyte.ops import Plan, linear, pack, plan, unpack
     from halfbyte.recipes import quantize

@@ -31,6 +31,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "kinds": (*BASE, "arrays"),
     "shifts": (*BASE, "arrays"),
     "weight": (*BASE, "arrays", "kinds", "shifts"),
+    "lossy": MEANING,
     "mxfp4": MEANING,
     "casts": (*MEANING, "mxfp4", "modules"),
     "recipes": MEANING,
