@@ -15,6 +15,7 @@ _HOMES = {
     "DenseWeight": "kinds",
     "Finding": "findings",
     "Fp8Weight": "kinds",
+    "FragmentLoader": "fragments",
     "HalfbyteError": "errors",
     "Int8Weight": "kinds",
     "Mxfp4Weight": "kinds",
@@ -48,6 +49,7 @@ __all__ = [
     "DenseWeight",
     "Finding",
     "Fp8Weight",
+    "FragmentLoader",
     "HalfbyteError",
     "Int8Weight",
     "Mxfp4Weight",
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from halfbyte.errors import HalfbyteError
     from halfbyte.explanations import explain
     from halfbyte.findings import CODES, Finding, Report
+    from halfbyte.fragments import FragmentLoader
     from halfbyte.kinds import DenseWeight, Fp8Weight, Int8Weight, Mxfp4Weight
     from halfbyte.layouts import Packed
     from halfbyte.lossy import to_fp8, to_int8

@@ -32,6 +32,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "shifts": (*BASE, "arrays"),
     "weight": (*BASE, "arrays", "kinds", "shifts"),
     "lossy": MEANING,
+    "fragments": MEANING,
     "mxfp4": MEANING,
     "casts": (*MEANING, "mxfp4", "modules"),
     "recipes": MEANING,
