@@ -35,6 +35,7 @@ _HOMES = {
     "plan": "ops",
     "quantize": "recipes",
     "quantize_checkpoint": "tools.quantize",
+    "scale_report": "underflow",
     "to_fp8": "lossy",
     "to_int8": "lossy",
     "unpack": "ops",
@@ -72,6 +73,7 @@ __all__ = [
     "plan",
     "quantize",
     "quantize_checkpoint",
+    "scale_report",
     "to_fp8",
     "to_int8",
     "unpack",
@@ -99,6 +101,7 @@ if TYPE_CHECKING:
     from halfbyte.tools.inspect import inspect
     from halfbyte.tools.quantize import quantize_checkpoint
     from halfbyte.tools.verify import verify
+    from halfbyte.underflow import scale_report
     from halfbyte.weight import Weight
 
 

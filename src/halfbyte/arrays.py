@@ -83,6 +83,17 @@ def as_bytes(a: Array, what: str, dtypes: tuple[str, ...] = BYTE_DTYPES) -> Arra
     return a.view(np.uint8)
 
 
+def without_padding(codes: Array, k: int) -> Array:
+    """Packed codes (..., K/2) with zeros beyond K: a copy, or themselves where there is nothing beyond."""
+    if codes.shape[-1] * 2 == k:
+        return codes
+    codes = codes.clone() if is_torch(codes) else codes.copy()
+    codes[..., -(-k // 2) :] = 0
+    if k % 2:
+        codes[..., k // 2] &= 15
+    return codes
+
+
 def code_shape(codes: Array, scales: Array, k: int | None, block: int) -> tuple[int, ...]:
     """(*E, N, K) of codes with one scale for every ``block`` of them along K; WeightError where they do not fit."""
     if is_torch(codes) != is_torch(scales):

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from halfbyte.arrays import broadcast
+from halfbyte.arrays import broadcast, without_padding
 from halfbyte.errors import UsageError, WeightError
 from halfbyte.kinds import Fp8Weight, Int8Weight
 from halfbyte.numerics import (
@@ -137,18 +137,7 @@ def _pieces(weight: Weight) -> Iterator[tuple[tuple[Any, ...], Array, Array, Arr
             if bool(nan.any()):
                 row, block = (int(i) for i in (nan.nonzero()[0] if is_torch(nan) else np.argwhere(nan)[0]))
                 raise WeightError("a block scale is NaN", index=[*expert, start + row, block])
-            yield at, _without_padding(weight.codes[at], k), scales, _doubles(scale2[at])
-
-
-def _without_padding(codes: Array, k: int) -> Array:
-    """The codes with zeros beyond K."""
-    if k % BLOCK == 0:
-        return codes
-    codes = codes.clone() if is_torch(codes) else codes.copy()
-    codes[:, -(-k // 2) :] = 0
-    if k % 2:
-        codes[:, k // 2] &= 15
-    return codes
+            yield at, without_padding(weight.codes[at], k), scales, _doubles(scale2[at])
 
 
 def _empty(weight: Weight, dtype: Any, columns: int | None = None) -> Array:

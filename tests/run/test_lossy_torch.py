@@ -38,3 +38,15 @@ def test_nan(twin):
     with pytest.raises(WeightError) as caught:
         twin(w.replace(scales=scales).torch())
     assert str(caught.value) == "a block scale is NaN at [1, 2, 1]"
+
+
+def test_scale_report():
+    w = random_weight(np.random.default_rng(0), 5, 31, (2,))
+    ours, theirs = hb.scale_report(w.torch()), hb.scale_report(w)
+    assert (ours.zero, ours.subnormal, ours.window, ours.largest) == (
+        theirs.zero,
+        theirs.subnormal,
+        theirs.window,
+        theirs.largest,
+    )
+    assert_same_bytes(ours.subnormal_rows, theirs.subnormal_rows)

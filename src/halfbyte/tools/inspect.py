@@ -19,6 +19,7 @@ from halfbyte.modules import Module, kv_format, nested_section, quant_section
 from halfbyte.numerics import E4M3_VALUES
 from halfbyte.patterns import is_router, module_class
 from halfbyte.tools.base import chosen
+from halfbyte.underflow import scale_report
 
 _BESIDE = ("bias", "k_scale", "v_scale")
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
@@ -114,6 +115,7 @@ def _groups(modules: list[Module]) -> list[dict[str, Any]]:
 def _stats(checkpoint: Checkpoint, module: Module) -> dict[str, Any]:
     """Facts about the scales of one NVFP4 module."""
     weight = checkpoint.load(module)
+    report = scale_report(weight)
     scales = weight.scales
     histogram = np.bincount(scales.reshape(-1), minlength=256)
     blocks = max(int(histogram.sum()), 1)
@@ -131,6 +133,8 @@ def _stats(checkpoint: Checkpoint, module: Module) -> dict[str, Any]:
         "largest": float(histogram[126] / blocks),
         "largest_scale": float(E4M3_VALUES[top]),
         "amax": float(E4M3_VALUES[top] * 6 * weight.scale2.max()),
+        "window": list(report.window),
+        "in_window": report.in_window,
         "recipe": _guess(top, empty),
     }
 
