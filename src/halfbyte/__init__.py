@@ -12,11 +12,13 @@ __version__ = "0.1.0"
 _HOMES = {
     "CODES": "findings",
     "Checkpoint": "checkpoint.reader",
-    "DenseWeight": "weight",
+    "DenseWeight": "kinds",
     "Finding": "findings",
-    "Fp8Weight": "weight",
+    "Fp8Weight": "kinds",
+    "FragmentLoader": "fragments",
     "HalfbyteError": "errors",
-    "Mxfp4Weight": "weight",
+    "Int8Weight": "kinds",
+    "Mxfp4Weight": "kinds",
     "Packed": "layouts",
     "Plan": "ops",
     "Reading": "modules",
@@ -33,6 +35,9 @@ _HOMES = {
     "plan": "ops",
     "quantize": "recipes",
     "quantize_checkpoint": "tools.quantize",
+    "scale_report": "underflow",
+    "to_fp8": "lossy",
+    "to_int8": "lossy",
     "unpack": "ops",
     "verify": "tools.verify",
 }
@@ -45,7 +50,9 @@ __all__ = [
     "DenseWeight",
     "Finding",
     "Fp8Weight",
+    "FragmentLoader",
     "HalfbyteError",
+    "Int8Weight",
     "Mxfp4Weight",
     "Packed",
     "Plan",
@@ -66,6 +73,9 @@ __all__ = [
     "plan",
     "quantize",
     "quantize_checkpoint",
+    "scale_report",
+    "to_fp8",
+    "to_int8",
     "unpack",
     "verify",
 ]
@@ -78,7 +88,10 @@ if TYPE_CHECKING:
     from halfbyte.errors import HalfbyteError
     from halfbyte.explanations import explain
     from halfbyte.findings import CODES, Finding, Report
+    from halfbyte.fragments import FragmentLoader
+    from halfbyte.kinds import DenseWeight, Fp8Weight, Int8Weight, Mxfp4Weight
     from halfbyte.layouts import Packed
+    from halfbyte.lossy import to_fp8, to_int8
     from halfbyte.modules import Reading
     from halfbyte.ops import Plan, linear, pack, plan, unpack
     from halfbyte.recipes import quantize
@@ -88,7 +101,8 @@ if TYPE_CHECKING:
     from halfbyte.tools.inspect import inspect
     from halfbyte.tools.quantize import quantize_checkpoint
     from halfbyte.tools.verify import verify
-    from halfbyte.weight import DenseWeight, Fp8Weight, Mxfp4Weight, Weight
+    from halfbyte.underflow import scale_report
+    from halfbyte.weight import Weight
 
 
 def __getattr__(name: str) -> Any:

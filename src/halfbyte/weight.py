@@ -1,67 +1,70 @@
-"""The kinds of weight that a model holds, each in one canonical meaning.
+"""The canonical NVFP4 weight, and what can be done to it without changing a bit.
 
 Inside halfbyte scale2 always multiplies, codes are row-major with even k in the low nibble, and block
 scales are row-major E4M3FN bytes. Letters: N output features, K input features, G = ceil(K/16), E experts.
+The other kinds of weight (halfbyte.kinds) and the moves between libraries (halfbyte.arrays) can be had from here, too.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, ClassVar, Literal
 
-import ml_dtypes
 import numpy as np
 
-from halfbyte.errors import WeightError
-from halfbyte.numerics import (
-    BLOCK,
-    MX_BLOCK,
-    Array,
-    decode_e2m1,
-    decode_e4m3,
-    decode_e8m0,
-    encode_e4m3,
-    is_torch,
+from halfbyte.arrays import (
+    Immutable,
+    as_bytes,
+    broadcast,
+    cast,
+    checked_pre_scale,
+    code_shape,
+    concat_arrays,
+    dtype_name,
+    equal_or_none,
+    float_dtype,
+    frozen,
+    library,
+    normal_input,
+    per_tensor_or_row,
+    permutation,
+    same_bits,
+    stack_arrays,
+    take,
+    to_numpy,
+    to_torch,
 )
+from halfbyte.errors import WeightError
+from halfbyte.kinds import DenseWeight, Fp8Weight, Int8Weight, Mxfp4Weight
+from halfbyte.numerics import BLOCK, Array, decode_e2m1, decode_e4m3, encode_e4m3, is_torch
+from halfbyte.shifts import common_exponents, mantissas, shift_scale2, shift_scales
 
-__all__ = ["DenseWeight", "Fp8Weight", "LossyWarning", "Mxfp4Weight", "Weight", "float_dtype", "to_numpy", "to_torch"]
+__all__ = [
+    "DenseWeight",
+    "Fp8Weight",
+    "Int8Weight",
+    "LossyWarning",
+    "Mxfp4Weight",
+    "Weight",
+    "dtype_name",
+    "float_dtype",
+    "to_numpy",
+    "to_torch",
+]
 
-ConcatPolicy = Literal["exact", "equal", "common"]
+ConcatPolicy = Literal["exact", "equal", "shift", "common"]
 
-_FLOATS: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
-_BYTE_DTYPES = ("uint8", "float8_e4m3fn", "int8", "float4_e2m1fn_x2")
-_E8M0_DTYPES = ("uint8", "float8_e8m0fnu")
+_MOST_RANKS = 128
+"""Larger degrees are not listed where a split is refused."""
 
 
 class LossyWarning(UserWarning):
     """An operation that was asked for has rounded; the message states the error."""
 
 
-class _Immutable:
-    """Fields are set once, by ``__init__``."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a {type(self).__name__} is immutable: make a new one instead of setting {name}")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"a {type(self).__name__} is immutable")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        arrays = {name: _frozen(value) for name, value in state.items() if isinstance(value, np.ndarray)}
-        self.__dict__.update(state | arrays)
-
-
-class Weight(_Immutable):
+class Weight(Immutable):
     """An NVFP4 weight: ``W[n, k] = e2m1(code) * e4m3(scale) * scale2``.
 
     Its arrays share memory with those it was made from, and are read-only views of them.
@@ -98,14 +101,14 @@ class Weight(_Immutable):
         pre_scale: Array | None = None,
         k: int | None = None,
     ) -> None:
-        codes, scales = _as_bytes(codes, "codes"), _as_bytes(scales, "scales")
-        *experts, n, true_k = shape = _checked_shape(codes, scales, k, BLOCK)
+        codes, scales = as_bytes(codes, "codes"), as_bytes(scales, "scales")
+        *experts, n, true_k = shape = code_shape(codes, scales, k, BLOCK)
         self._set(
-            codes=_frozen(codes),
-            scales=_frozen(scales),
-            scale2=_frozen(_normal_scale2(scale2, tuple(experts), n, codes)),
-            input_scale=None if input_scale is None else _frozen(_normal_input(input_scale, tuple(experts), codes)),
-            pre_scale=pre_scale if pre_scale is None else _frozen(_checked_pre_scale(pre_scale, true_k, codes)),
+            codes=frozen(codes),
+            scales=frozen(scales),
+            scale2=frozen(per_tensor_or_row(scale2, tuple(experts), n, codes)),
+            input_scale=None if input_scale is None else frozen(normal_input(input_scale, tuple(experts), codes)),
+            pre_scale=pre_scale if pre_scale is None else frozen(checked_pre_scale(pre_scale, true_k, codes)),
             shape=shape,
             is_null=False,
         )
@@ -134,7 +137,7 @@ class Weight(_Immutable):
             return f"Weight.null({self.shape})"
         parts = [f"shape={self.shape}", "per-row scale2" if self.per_row else "per-tensor scale2"]
         parts += [name for name in ("input_scale", "pre_scale") if getattr(self, name) is not None]
-        return f"Weight({', '.join(parts)}, {_library(self.codes)})"
+        return f"Weight({', '.join(parts)}, {library(self.codes)})"
 
     @property
     def n(self) -> int:
@@ -178,7 +181,7 @@ class Weight(_Immutable):
         with np.errstate(over="ignore", invalid="ignore"):  # Inf and NaN come out as such
             blocks *= decode_e4m3(self.scales)[..., None]
             values *= self.scale2
-        return _cast(values[..., : self.k], dtype)
+        return cast(values[..., : self.k], dtype)
 
     def rows(self, a: int, b: int) -> Weight:
         """Output features a..b, with their codes, scales and per-row scale2."""
@@ -206,23 +209,155 @@ class Weight(_Immutable):
         if not 0 <= a <= b <= size:
             raise WeightError(f"{axis} {a}..{b} are not within 0..{size}")
 
+    def permute_rows(self, index: Any, inverse: bool = False) -> Weight:
+        """The output features in another order, with their codes, scales and per-row scale2.
+
+        Args:
+            index: (N,) integers; row i becomes what row index[i] was.
+            inverse: undo that: row index[i] becomes what row i was.
+
+        Raises:
+            WeightError: not a permutation of the rows.
+        """
+        order = permutation(index, self.n, "rows", inverse)
+        return self.replace(
+            codes=take(self.codes, order, -2),
+            scales=take(self.scales, order, -2),
+            scale2=take(self.scale2, order, -2) if self.per_row else self.scale2,
+        )
+
+    def slice_experts(self, start: int, stop: int) -> Weight:
+        """Experts start..stop of the first expert axis, with all that each has of its own."""
+        self._check_experts()
+        self._check_range(start, stop, self.shape[0], "experts")
+        return self._map_experts(lambda a: a[start:stop])
+
+    def permute_experts(self, index: Any, inverse: bool = False) -> Weight:
+        """The experts of the first axis in another order; the arguments are those of permute_rows, with E integers."""
+        self._check_experts()
+        order = permutation(index, self.shape[0], "experts", inverse)
+        return self._map_experts(lambda a: take(a, order, 0))
+
+    def _check_experts(self) -> None:
+        if not self.experts:
+            raise WeightError("this weight has no expert axis", got=self.shape)
+
+    def _map_experts(self, choose: Callable[[Array], Array]) -> Weight:
+        names = ("codes", "scales", "scale2", "input_scale")
+        return self.replace(**{n: choose(a) for n in names if (a := getattr(self, n)) is not None})
+
+    def shard_rows(self, rank: int, degree: int, multiple: int = 1) -> Weight:
+        """The rows of one of ``degree`` ranks (column-parallel layers: each rank computes some outputs).
+
+        Args:
+            rank: 0..degree-1.
+            degree: the number of ranks; all get the same number of rows.
+            multiple: what that number must be a multiple of, for example 128 where scales lie in 128x4 tiles.
+
+        Raises:
+            WeightError: N does not split so; the error names the degrees that do.
+        """
+        return self.rows(*_shard(self.n, rank, degree, multiple, "N"))
+
+    def shard_columns(self, rank: int, degree: int, multiple: int = BLOCK) -> Weight:
+        """The input features of one of ``degree`` ranks, with their part of pre_scale (row-parallel layers).
+
+        The ranks' products add up to that of the whole. A K that ends inside a block is not split.
+
+        Args:
+            rank: 0..degree-1.
+            degree: the number of ranks; all get the same number of columns.
+            multiple: what that number must be a multiple of: 16, or more where a layout needs it, for example 64.
+
+        Raises:
+            WeightError: K does not split so; the error names its blocks and the degrees that divide.
+        """
+        if multiple % BLOCK:
+            raise WeightError(f"columns are cut at multiples of {BLOCK}", got=f"multiple={multiple}")
+        return self.columns(*_shard(self.k, rank, degree, multiple, "K"))
+
+    def shard_experts(self, rank: int, degree: int) -> list[Weight]:
+        """All E experts as one of ``degree`` ranks sees them: its own E/degree, and null for those of the others.
+
+        Each expert is on one rank alone, so what the ranks compute adds up to what one would.
+
+        Raises:
+            WeightError: E does not split so; the error names the degrees that do.
+        """
+        self._check_experts()
+        start, stop = _shard(self.shape[0], rank, degree, 1, "E")
+        remote = Weight.null(self.shape[1:])
+        own = self.slice_experts(start, stop).unstack()
+        return [own[e - start] if start <= e < stop else remote for e in range(self.shape[0])]
+
+    def shift_scale2(self, p: Any) -> Weight:
+        """The same values with scale2 times 2^p and every block scale times 2^-p.
+
+        Args:
+            p: an integer, or integers of scale2's shape.
+
+        Raises:
+            WeightError: a block scale that would round (finer than E4M3's smallest step, or above 448), with the
+                index of the first; or a scale2 that leaves the range of float32.
+        """
+        power = np.asarray(to_numpy(p))
+        if power.dtype.kind not in "iu" or power.shape not in ((), tuple(self.scale2.shape)):
+            got = f"{power.dtype} {power.shape}"
+            raise WeightError("p must be an integer", got=got, expected=f"one, or {tuple(self.scale2.shape)}")
+        power = np.broadcast_to(power.astype(np.int64), self.scale2.shape)
+        return self.replace(scales=shift_scales(self.scales, power), scale2=shift_scale2(self.scale2, power))
+
+    @staticmethod
+    def share_scale2(parts: Sequence[Weight]) -> list[Weight]:
+        """The same values under one scale2 for each expert, by powers of two alone.
+
+        Of the scale2 that are exact for every block, it is the nearest to the largest of the parts.
+
+        Raises:
+            WeightError: two scale2 whose ratio is not a power of two, or a block scale that would round.
+        """
+        filled = [i for i, part in enumerate(parts) if part.n]
+        found = [mantissas(to_numpy(parts[i].scale2)) for i in filled]
+        for i, (m, _) in zip(filled, found, strict=True):
+            if not (m == found[0][0][..., :1, :]).all():
+                raise WeightError(
+                    f"the scale2 of part {i} is not a power of two times that of part {filled[0]}",
+                    got=[float(parts[j].scale2.reshape(-1)[0]) for j in filled],
+                    hint='use concat with policy="exact" (per-row scale2) or policy="common" (rounds)',
+                )
+        shared = list(parts)
+        if filled:
+            exponents = [e for _, e in found]
+            target = common_exponents([parts[i].scales for i in filled], exponents)
+            for i, e in zip(filled, exponents, strict=True):
+                try:
+                    shifted = parts[i].shift_scale2(target - e)
+                except WeightError as error:
+                    error.message = f"part {i}: {error.message}"
+                    raise
+                shared[i] = shifted.replace(scale2=shifted.scale2[..., :1, :])
+        return shared
+
     @staticmethod
     def concat(parts: Sequence[Weight], policy: ConcatPolicy = "exact") -> Weight:
         """Join weights along N, as fused layers (q/k/v, gate/up) do.
 
+        A fused layer has one input, so parts whose input_scale or pre_scale differ are refused: nothing is averaged,
+        and no largest one is taken unasked.
+
         Args:
             parts: weights of equal K and expert axes, with equal input_scale and pre_scale.
             policy: what happens where scale2 differs. "exact": it becomes per-row; no bit of a part
-                changes. "equal": WeightError. "common": the block scales are rounded to the largest
-                scale2, and a LossyWarning states the relative error.
+                changes. "equal": WeightError. "shift": as share_scale2; no value changes. "common": the block
+                scales are rounded to the largest scale2, and a LossyWarning states the relative error.
 
         Raises:
-            WeightError: nothing to join, or parts that do not fit.
+            WeightError: nothing to join, parts that do not fit, or scale2 that "equal" or "shift" cannot join.
         """
         if not parts:
             raise WeightError("concat needs at least one weight")
-        if policy not in ("exact", "equal", "common"):
-            raise WeightError("unknown policy", got=repr(policy), expected="'exact', 'equal' or 'common'")
+        if policy not in ("exact", "equal", "shift", "common"):
+            raise WeightError("unknown policy", got=repr(policy), expected="'exact', 'equal', 'shift' or 'common'")
         first = parts[0]
         for i, part in enumerate(parts[1:], 1):
             if is_torch(part.codes) != is_torch(first.codes):
@@ -232,11 +367,13 @@ class Weight(_Immutable):
                     f"part {i} has another K or E", got=part.shape, expected=f"(*{first.experts}, N, {first.k})"
                 )
             for name in ("input_scale", "pre_scale"):
-                if not _equal_or_none(getattr(part, name), getattr(first, name)):
+                if not equal_or_none(getattr(part, name), getattr(first, name)):
                     raise WeightError(
                         f"the {name} of part {i} differs from that of part 0",
                         hint=f"decide it first, for example with part.replace({name}=None)",
                     )
+        if policy == "shift":
+            parts = Weight.share_scale2(parts)
         filled = [p for p in parts if p.n]
         common = filled[0].scale2[..., :1, :] if filled else first.scale2
         equal = all(bool((p.scale2 == common).all()) for p in filled)
@@ -244,20 +381,23 @@ class Weight(_Immutable):
             raise WeightError(
                 "the parts have different scale2",
                 got=[float(p.scale2.reshape(-1)[0]) for p in parts],
-                hint='use policy="exact" (per-row scale2) or policy="common" (rounds)',
+                hint='use policy="exact" (per-row scale2), "shift" (powers of two only) or "common" (rounds)',
             )
         if not equal and policy == "common":
             parts, common = _to_common_scale2(parts)
             equal = True
-        rows = [p.scale2 if p.per_row else _broadcast(p.scale2, (*p.experts, p.n, 1)) for p in parts]
+        rows = [p.scale2 if p.per_row else broadcast(p.scale2, (*p.experts, p.n, 1)) for p in parts]
         return first.replace(
-            codes=_concat([p.codes for p in parts], -2),
-            scales=_concat([p.scales for p in parts], -2),
-            scale2=common if equal else _concat(rows, -2),
+            codes=concat_arrays([p.codes for p in parts], -2),
+            scales=concat_arrays([p.scales for p in parts], -2),
+            scale2=common if equal else concat_arrays(rows, -2),
         )
 
     def split(self, sizes: Sequence[int]) -> list[Weight]:
-        """The inverse of concat: parts of the given N, each per-tensor again where its rows agree."""
+        """The inverse of concat: parts of the given N, each with its own scale2, per-tensor where its rows agree.
+
+        input_scale and pre_scale are one for all, as concat demands, and each part gets them.
+        """
         if sum(sizes) != self.n or any(size < 0 for size in sizes):
             raise WeightError("the sizes do not add up to N", got=list(sizes), expected=self.n)
         parts, start = [], 0
@@ -284,21 +424,20 @@ class Weight(_Immutable):
                 raise WeightError(f"expert {i} has another shape", got=expert.shape, expected=first.shape)
             if (expert.input_scale is None) != (first.input_scale is None):
                 raise WeightError(f"expert {i} has an input_scale and expert 0 none, or the reverse")
-            if not _equal_or_none(expert.pre_scale, first.pre_scale):
+            if not equal_or_none(expert.pre_scale, first.pre_scale):
                 raise WeightError(f"the pre_scale of expert {i} differs from that of expert 0")
         per_row = any(e.per_row for e in experts)
-        scale2 = [_broadcast(e.scale2, (*e.experts, e.n, 1)) if per_row else e.scale2 for e in experts]
+        scale2 = [broadcast(e.scale2, (*e.experts, e.n, 1)) if per_row else e.scale2 for e in experts]
         return first.replace(
-            codes=_stack([e.codes for e in experts]),
-            scales=_stack([e.scales for e in experts]),
-            scale2=_stack(scale2),
-            input_scale=None if first.input_scale is None else _stack([e.input_scale for e in experts]),
+            codes=stack_arrays([e.codes for e in experts]),
+            scales=stack_arrays([e.scales for e in experts]),
+            scale2=stack_arrays(scale2),
+            input_scale=None if first.input_scale is None else stack_arrays([e.input_scale for e in experts]),
         )
 
     def unstack(self) -> list[Weight]:
         """The weights along the first expert axis."""
-        if not self.experts:
-            raise WeightError("this weight has no expert axis", got=self.shape)
+        self._check_experts()
         inputs = [None] * self.shape[0] if self.input_scale is None else list(self.input_scale)
         return [
             self.replace(codes=self.codes[e], scales=self.scales[e], scale2=self.scale2[e], input_scale=inputs[e])
@@ -308,7 +447,7 @@ class Weight(_Immutable):
     def same(self, other: Weight) -> bool:
         """Whether both hold the same bits: codes, scales, scale2, input_scale, pre_scale and shape."""
         fields = ("codes", "scales", "scale2", "input_scale", "pre_scale")
-        return self.shape == other.shape and all(_same_bits(getattr(self, f), getattr(other, f)) for f in fields)
+        return self.shape == other.shape and all(same_bits(getattr(self, f), getattr(other, f)) for f in fields)
 
     def torch(self, device: Any = None) -> Weight:
         """The same weight as torch tensors, on ``device``; NumPy arrays are copied: torch has none read-only."""
@@ -323,335 +462,20 @@ class Weight(_Immutable):
         return self.replace(**{n: move(a) for n in arrays if (a := getattr(self, n)) is not None})
 
 
-class Mxfp4Weight(_Immutable):
-    """An MXFP4 weight: ``W[n, k] = e2m1(code) * 2^(scale byte - 127)``; halfbyte.mxfp4 casts it to NVFP4.
-
-    Args:
-        codes: (*E, N, ceil(K/32) * 16) u8, two codes a byte, even k in the low nibble.
-        scales: (*E, N, ceil(K/32)) u8 or float8_e8m0fnu; FF is NaN.
-        k: the true K where the last block is padded with zeros; by default all that codes hold.
-
-    Raises:
-        WeightError: shapes or dtypes that do not fit together, or a NumPy array and a tensor.
-    """
-
-    kind: ClassVar[str] = "mxfp4"
-    codes: Array
-    scales: Array
-    shape: tuple[int, ...]
-
-    def __init__(self, *, codes: Array, scales: Array, k: int | None = None) -> None:
-        codes, scales = _as_bytes(codes, "codes"), _as_bytes(scales, "scales", _E8M0_DTYPES)
-        shape = _checked_shape(codes, scales, k, MX_BLOCK)
-        self.__dict__.update(codes=_frozen(codes), scales=_frozen(scales), shape=shape)
-
-    def __repr__(self) -> str:
-        return f"Mxfp4Weight(shape={self.shape}, {_library(self.codes)})"
-
-    def dequantize(self, dtype: Any = "float32") -> Array:
-        """The values, (*E, N, K): exact in f32, subnormals too, then rounded to ``dtype``.
-
-        Products from 2^128 on become Inf: magnitudes 2 to 6 at scale byte 254, 4 and 6 at 253. A NaN scale
-        gives NaN for its whole block.
-        """
-        values = decode_e2m1(self.codes)
-        blocks = values.reshape(*self.scales.shape, MX_BLOCK)
-        with np.errstate(over="ignore", invalid="ignore"):
-            blocks *= decode_e8m0(self.scales)[..., None]
-        return _cast(values[..., : self.shape[-1]], dtype)
-
-
-class Fp8Weight(_Immutable):
-    """An FP8 weight: ``W = e4m3(data) * scale``. Rounded twins of an NVFP4 weight carry their error.
-
-    Args:
-        data: (N, K) u8 or float8_e4m3fn.
-        scale: f32, multiplies. A number, (), (1,) or (1, 1) per tensor, (N,) or (N, 1) per row, or
-            (ceil(N/b0), ceil(K/b1)) where ``block`` is given.
-        block: (b0, b1), the extent of one block scale, or None.
-        input_scale: f32, the multiplier of quantized activations, or None.
-        error: relative Frobenius error against the weight that this one was rounded from, or None.
-
-    Raises:
-        WeightError: shapes or dtypes that do not fit together.
-    """
-
-    kind: ClassVar[str] = "fp8"
-    data: Array
-    scale: Array
-    block: tuple[int, int] | None
-    input_scale: Array | None
-    error: float | None
-
-    def __init__(
-        self,
-        *,
-        data: Array,
-        scale: Any,
-        block: tuple[int, int] | None = None,
-        input_scale: Any = None,
-        error: float | None = None,
-    ) -> None:
-        data = _as_bytes(data, "data")
-        if data.ndim != 2:
-            raise WeightError("FP8 data need two axes", got=tuple(data.shape), expected="(N, K)")
-        n, k = data.shape
-        scale = _as_f32(scale, data)
-        if block is not None:
-            needed = (-(-n // block[0]), -(-k // block[1]))
-        elif tuple(scale.shape) in ((), (1,), (1, 1)):
-            needed = (1, 1)
-        else:
-            needed = (n, 1)
-        if tuple(scale.shape) != needed and (block is not None or tuple(scale.shape) not in ((), (1,), (n,))):
-            raise WeightError("the scale does not fit the data", got=tuple(scale.shape), expected=needed)
-        scale = scale.reshape(needed)
-        if input_scale is not None:
-            input_scale = _as_f32(input_scale, data)
-            if prod(input_scale.shape) != 1:
-                raise WeightError("input_scale does not fit", got=tuple(input_scale.shape), expected=())
-        self.__dict__.update(
-            data=_frozen(data),
-            scale=_frozen(scale),
-            block=block,
-            input_scale=None if input_scale is None else _frozen(input_scale.reshape(())),
-            error=error,
-        )
-
-    def __repr__(self) -> str:
-        return f"Fp8Weight(shape={self.shape}, scale {tuple(self.scale.shape)}, {_library(self.data)})"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(N, K)."""
-        return tuple(self.data.shape)
-
-    @property
-    def granularity(self) -> str:
-        """ "tensor", "row" or "block"."""
-        return "block" if self.block else "tensor" if prod(self.scale.shape) == 1 else "row"
-
-    def dequantize(self, dtype: Any = "float32") -> Array:
-        """The values, (N, K): one f32 product, rounded to ``dtype``."""
-        values = decode_e4m3(self.data)
-        scale = self.scale
-        if self.block is not None:
-            n, k = self.shape
-            row, column = np.arange(n) // self.block[0], np.arange(k) // self.block[1]
-            scale = scale[row[:, None], column[None, :]]
-        with np.errstate(over="ignore", invalid="ignore"):  # Inf and NaN come out as such
-            return _cast(values * scale, dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class DenseWeight:
-    """A weight that is not quantized: ``data`` (N, K) or any shape, float32, bfloat16, float16 or float64."""
-
-    data: Array
-    kind: ClassVar[str] = "dense"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the data."""
-        return tuple(self.data.shape)
-
-    def dequantize(self, dtype: Any = "float32") -> Array:
-        """The values in ``dtype``."""
-        return _cast(self.data, dtype)
-
-
-def dtype_name(dtype: Any) -> str:
-    """The name of a dtype given as text, as torch's or as NumPy's."""
-    if isinstance(dtype, str) or type(dtype).__module__ == "torch":
-        return str(dtype).removeprefix("torch.")
-    return str(np.dtype(dtype).name)
-
-
-def float_dtype(dtype: Any) -> np.dtype[Any]:
-    """The NumPy dtype of float32, bfloat16 or float16, by name or as anybody's dtype; others raise WeightError."""
-    name = dtype_name(dtype)
-    if name not in _FLOATS:
-        raise WeightError("unknown dtype", got=repr(name), expected=" or ".join(_FLOATS))
-    return _FLOATS[name]
-
-
-def _cast(values: Array, dtype: Any) -> Array:
-    numpy_dtype = float_dtype(dtype)
-    if is_torch(values):
-        import torch
-
-        return values.to(getattr(torch, dtype_name(dtype)))
-    with np.errstate(over="ignore"):
-        return values.astype(numpy_dtype, copy=False)
-
-
-def _library(a: Array) -> str:
-    return f"torch on {a.device}" if is_torch(a) else "numpy"
-
-
-def _as_bytes(a: Array, what: str, dtypes: tuple[str, ...] = _BYTE_DTYPES) -> Array:
-    """View any of ``dtypes``, each of one byte, as u8."""
-    name = str(a.dtype).removeprefix("torch.") if hasattr(a, "dtype") else type(a).__name__
-    if name not in dtypes:
-        raise WeightError(f"{what} are of the wrong dtype", got=name, expected=" or ".join(dtypes[:2]))
-    if name == "uint8":
-        return a
-    if is_torch(a):
-        import torch
-
-        return a.view(torch.uint8)
-    return a.view(np.uint8)
-
-
-def _checked_shape(codes: Array, scales: Array, k: int | None, block: int) -> tuple[int, ...]:
-    """(*E, N, K) of codes with one scale for every ``block`` of them along K; WeightError where they do not fit."""
-    if is_torch(codes) != is_torch(scales):
-        raise WeightError("codes and scales are of two libraries: use NumPy arrays or torch tensors for both")
-    if codes.ndim < 2:
-        raise WeightError("codes need at least two axes", got=tuple(codes.shape), expected="(*E, N, K/2)")
-    *rows, row_bytes = codes.shape
-    full_k = row_bytes * 2
-    if full_k % block:
+def _shard(size: int, rank: int, degree: int, multiple: int, axis: str) -> tuple[int, int]:
+    """Where a rank's equal share of an axis begins and ends."""
+    if degree < 1 or not 0 <= rank < degree:
+        raise WeightError("no such rank", got=f"rank {rank} of {degree}", expected="0 <= rank < degree")
+    if degree > 1 and size % (degree * multiple):
+        units = 1 if size % multiple else size // multiple
+        divide = [d for d in range(1, min(units, _MOST_RANKS) + 1) if units % d == 0]
+        blocks = f" ({size // BLOCK} x {BLOCK}{f' + {size % BLOCK}' if size % BLOCK else ''})"
+        each = f" in multiples of {multiple}" if multiple > 1 else ""
         raise WeightError(
-            f"a row of codes holds K = {full_k}, which is not a multiple of {block}",
-            got=tuple(codes.shape),
-            expected=f"whole blocks of {block // 2} bytes",
-            hint="pad the layer with zero codes and pass the true K as k=",
+            f"{axis} = {size}{blocks if axis == 'K' else ''} does not split over {degree} ranks{each}",
+            expected=f"a degree among {', '.join(map(str, divide))}",
         )
-    if tuple(scales.shape) != (*rows, full_k // block):
-        raise WeightError(
-            "the block scales do not fit the codes", got=tuple(scales.shape), expected=(*rows, full_k // block)
-        )
-    true_k = full_k if k is None else k
-    if not max(full_k - block, -1) < true_k <= full_k:
-        raise WeightError("k does not end in the last block", got=true_k, expected=f"about {full_k}")
-    return (*rows, true_k)
-
-
-def _as_f32(value: Any, like: Array) -> Array:
-    """``value`` as f32 in the library (and on the device) of ``like``."""
-    if is_torch(like):
-        import torch
-
-        if isinstance(value, np.ndarray):
-            raise WeightError("a NumPy array among torch tensors: use one library for all of a weight")
-        value = value if is_torch(value) else torch.as_tensor(np.array(value, np.float32))
-        return value.to(device=like.device, dtype=torch.float32)
-    if is_torch(value):
-        raise WeightError("a torch tensor among NumPy arrays: use one library for all of a weight")
-    with np.errstate(over="ignore"):
-        return np.asarray(value, np.float32)
-
-
-def _normal_scale2(value: Any, experts: tuple[int, ...], n: int, like: Array) -> Array:
-    scale2 = _as_f32(value, like)
-    shape = tuple(scale2.shape)
-    ones = (1,) * len(experts)
-    per_tensor, per_row = (*experts, 1, 1), (*experts, n, 1)
-    if shape in (per_tensor, per_row):
-        return scale2
-    if prod(shape) == 1 and len(shape) <= 2:
-        return _broadcast(scale2.reshape(*ones, 1, 1), per_tensor)
-    fits = []
-    if shape in (experts, (*experts, 1)):
-        fits.append(scale2.reshape(per_tensor))
-    if shape == (*experts, n) and per_row != per_tensor:
-        fits.append(scale2.reshape(per_row))
-    elif shape in ((n,), (n, 1)):
-        fits.append(_broadcast(scale2.reshape(*ones, n, 1), per_row))
-    if len(fits) != 1:
-        raise WeightError(
-            "scale2 is ambiguous" if fits else "scale2 does not fit the codes",
-            got=shape,
-            expected=f"{per_tensor} per tensor or {per_row} per row",
-        )
-    return fits[0]
-
-
-def _normal_input(value: Any, experts: tuple[int, ...], like: Array) -> Array:
-    scale = _as_f32(value, like)
-    if prod(scale.shape) == 1:
-        return _broadcast(scale.reshape((1,) * len(experts)), experts)
-    if tuple(scale.shape) != experts:
-        raise WeightError("input_scale does not fit", got=tuple(scale.shape), expected=experts)
-    return scale
-
-
-def _checked_pre_scale(pre_scale: Array, k: int, like: Array) -> Array:
-    if not hasattr(pre_scale, "shape") or "float" not in str(pre_scale.dtype):
-        raise WeightError("pre_scale is not an array of floats", got=type(pre_scale).__name__)
-    if is_torch(pre_scale) != is_torch(like):
-        raise WeightError("pre_scale and codes are of two libraries")
-    if tuple(pre_scale.shape) != (k,):
-        raise WeightError("pre_scale does not fit K", got=tuple(pre_scale.shape), expected=(k,))
-    return pre_scale
-
-
-def _frozen(a: Array) -> Array:
-    """A read-only view of a NumPy array; torch has none, so a tensor is passed on."""
-    if is_torch(a):
-        return a
-    view = a.view()
-    view.setflags(write=False)
-    return view
-
-
-def _broadcast(a: Array, shape: tuple[int, ...]) -> Array:
-    return a.broadcast_to(shape) if is_torch(a) else np.broadcast_to(a, shape)
-
-
-def _concat(arrays: list[Array], axis: int) -> Array:
-    if is_torch(arrays[0]):
-        import torch
-
-        return torch.cat(arrays, axis)
-    return np.concatenate(arrays, axis)
-
-
-def _stack(arrays: list[Array]) -> Array:
-    if is_torch(arrays[0]):
-        import torch
-
-        return torch.stack(arrays)
-    return np.stack(arrays)
-
-
-def _equal_or_none(a: Array | None, b: Array | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return tuple(a.shape) == tuple(b.shape) and bool((a == b).all())
-
-
-def _same_bits(a: Array | None, b: Array | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    x, y = to_numpy(a), to_numpy(b)
-    return bool(x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes())
-
-
-def to_torch(a: Array, device: Any = None) -> Array:
-    """``a`` as a torch tensor on ``device``; a writable NumPy array is shared where it can be."""
-    import torch
-
-    if is_torch(a):
-        return a.to(device)
-    if not a.flags.writeable or min(a.strides, default=0) < 0:
-        a = a.copy()  # torch has no read-only tensors, and no negative strides
-    if a.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(a.view(np.uint16)).view(torch.bfloat16).to(device)
-    return torch.from_numpy(a).to(device)
-
-
-def to_numpy(a: Array) -> Any:
-    """``a`` as a NumPy array on the host; torch's bfloat16 becomes that of ml_dtypes."""
-    if not is_torch(a):
-        return a
-    import torch
-
-    a = a.detach().cpu()
-    if a.dtype == torch.bfloat16:
-        return a.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-    return a.numpy()
+    return size // degree * rank, size // degree * (rank + 1)
 
 
 def _to_common_scale2(parts: Sequence[Weight]) -> tuple[list[Weight], Array]:

@@ -13,7 +13,7 @@ import halfbyte
 from checkpoints import GOLDENS, SOURCE, environment
 
 BASE = ("errors", "findings", "numerics", "stored", "patterns")
-MEANING = (*BASE, "weight")
+MEANING = (*BASE, "arrays", "kinds", "weight")
 FILES = (*MEANING, "recipes", "layouts")
 STACKS = ("modules", "experts", "reading")
 RUN = (*MEANING, "layouts", "kernels")
@@ -27,7 +27,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "tasks": ("errors",),
     "modules": BASE,
     "experts": (*BASE, "modules"),
-    "weight": BASE,
+    "arrays": BASE,
+    "kinds": (*BASE, "arrays"),
+    "shifts": (*BASE, "arrays"),
+    "weight": (*BASE, "arrays", "kinds", "shifts"),
+    "lossy": MEANING,
+    "underflow": MEANING,
+    "fragments": MEANING,
     "mxfp4": MEANING,
     "casts": (*MEANING, "mxfp4", "modules"),
     "recipes": MEANING,
@@ -38,7 +44,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "dialects": (*FILES, "modules", "experts"),
     "checkpoint": (*FILES, *STACKS, "tasks", "dialects"),
     "writing": (*FILES, *STACKS, "tasks", "dialects", "checkpoint"),
-    "tools": (*FILES, *STACKS, "tasks", "diagnose", "twins", "casts", "dialects", "checkpoint", "writing"),
+    "tools": (*FILES, *STACKS, "underflow", "tasks", "diagnose", "twins", "casts", "dialects", "checkpoint", "writing"),
     "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
     "kernels": (*MEANING, "layouts"),
     "ops": RUN,
@@ -47,8 +53,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "parallel": (*RUN, "ops", "nn"),
     "timing": BASE,
 }
-"""Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- weight <-
-recipes, layouts <- dialects <- checkpoint <- writing <- tools <- cli, and weight <- layouts <- kernels <- ops <- nn."""
+"""Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- arrays <-
+kinds, shifts <- weight <- recipes, layouts; layouts <- dialects <- checkpoint <- writing <- tools <- cli, and
+layouts <- kernels <- ops <- nn."""
 
 CHAIN = {
     "reader": {"header"},
@@ -119,7 +126,7 @@ def test_kernels_see_no_files_and_files_no_kernels():
         others = {other.split(".")[1] for other in imported(file) if other.count(".")}
         if part in ("kernels", "ops"):
             assert not others & {"checkpoint", "dialects", "tools", "cli", "stored", "findings"}, name
-        if part in ("checkpoint", "dialects", "tools", "recipes", "layouts", "weight"):
+        if part in ("checkpoint", "dialects", "tools", "recipes", "layouts", "arrays", "kinds", "shifts", "weight"):
             assert not others & {"kernels", "ops", "nn"}, name
 
 

@@ -304,6 +304,14 @@ def test_stats(tmp_path):
     assert (row["largest_scale"], row["amax"]) == (448, 448 * 6 * 2.0**-12)
 
 
+def test_stats_tell_whether_scale2_suits_all_blocks(tmp_path):
+    """In units of scale2: no block above 2688, none below 2688 / 28672."""
+    codes = np.full((1, 16), 0x77, np.uint8)
+    fits, lost = with_scales(tmp_path, [[0x7E, 0x08]], codes), with_scales(tmp_path, [[0x7E, 0x07]], codes)
+    assert (fits["window"], fits["in_window"]) == ([2688, 28672 * 6 / 64], True)
+    assert (lost["window"], lost["in_window"]) == ([2688, 28672 * 6 * 7 / 512], False)
+
+
 def test_stats_of_goldens():
     for name, path in GOLDENS.items():
         rows = halfbyte.inspect(path, stats=True).facts["stats"]

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.errors import WeightError
-from halfbyte.weight import DenseWeight, Fp8Weight, LossyWarning, Weight
+from halfbyte.kinds import DenseWeight, Fp8Weight, Int8Weight
+from halfbyte.weight import LossyWarning, Weight
 from helpers import INPUTS, U32, assert_same_bytes, assert_within, exact, golden, modelopt, random_weight
 
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -518,7 +519,7 @@ def test_concat_equal_refuses(rng):
     parts = [random_weight(rng, 2, 32).replace(scale2=s) for s in (0.5, 0.25)]
     assert refusal(lambda: Weight.concat(parts, "equal")) == (
         "the parts have different scale2: got [0.5, 0.25]; "
-        'use policy="exact" (per-row scale2) or policy="common" (rounds)'
+        'use policy="exact" (per-row scale2), "shift" (powers of two only) or "common" (rounds)'
     )
 
 
@@ -575,7 +576,7 @@ def test_concat_refuses(rng):
     a = random_weight(rng, 2, 32, input_scale=True, pre_scale=True)
     assert refusal(lambda: Weight.concat([])) == "concat needs at least one weight"
     assert refusal(lambda: Weight.concat([a, a], "lossy")) == (
-        "unknown policy: got 'lossy', expected 'exact', 'equal' or 'common'"
+        "unknown policy: got 'lossy', expected 'exact', 'equal', 'shift' or 'common'"
     )
     assert refusal(lambda: Weight.concat([a, random_weight(rng, 2, 48)])) == (
         "part 1 has another K or E: got (2, 48), expected (*(), N, 32)"
@@ -744,6 +745,41 @@ def test_fp8_blocks(block):
     assert_same_bytes(w.dequantize(), expected.astype(np.float32))
 
 
+def test_fp8_experts():
+    data = np.stack([DATA, DATA[::-1]])
+    for scale, kind in ((ramp(2), "tensor"), (ramp(2, 18), "row"), (ramp(18), "row")):
+        w = Fp8Weight(data=data, scale=scale)
+        assert (w.shape, w.granularity) == ((2, 18, 14), kind)
+        per_row = np.broadcast_to(scale if scale.shape != (2,) else scale[:, None], (2, 18))
+        assert_same_bytes(w.dequantize(), (E4M3[data] * per_row[..., None]).astype(np.float32))
+    w = Fp8Weight(data=data, scale=ramp(2, 5, 4), block=(4, 4))
+    for e in range(2):
+        one = Fp8Weight(data=data[e], scale=ramp(2, 5, 4)[e], block=(4, 4))
+        assert_same_bytes(w.dequantize()[e], one.dequantize())
+
+
+def test_int8():
+    data = np.arange(-128, 124, dtype=np.int8).reshape(18, 14)
+    for scale in (0.3, ramp(18) / 7):
+        w = Int8Weight(data=data, scale=scale, pre_scale=ramp(14), error=0.01)
+        assert (w.kind, w.shape, w.error, w.scale.shape) == ("int8", (18, 14), 0.01, (np.size(scale), 1))
+        expected = data.astype(np.float64) * w.scale.astype(np.float64)
+        for dtype, numpy in DTYPES.items():
+            assert_same_bytes(w.dequantize(dtype), expected.astype(np.float32).astype(numpy))
+    assert repr(w) == "Int8Weight(shape=(18, 14), scale (18, 1), numpy)"
+    assert not any(a.flags.writeable for a in (w.data, w.scale, w.pre_scale))
+    stacked = Int8Weight(data=data.reshape(2, 9, 14), scale=[0.5, 2.0])
+    assert_same_bytes(stacked.dequantize(), data.reshape(2, 9, 14) * np.array([0.5, 2], np.float32).reshape(2, 1, 1))
+    assert refusal(lambda: Int8Weight(data=data.view(np.uint8), scale=1.0)) == (
+        "data are of the wrong dtype: got uint8, expected int8"
+    )
+    assert refusal(lambda: Int8Weight(data=data[0], scale=1.0)) == (
+        "INT8 data need two axes: got (14,), expected (*E, N, K)"
+    )
+    assert refusal(lambda: Int8Weight(data=data, scale=ramp(14))).startswith("the scale does not fit the data")
+    assert refusal(lambda: Int8Weight(data=data, scale=1.0, pre_scale=ramp(18))).startswith("pre_scale does not fit K")
+
+
 def test_fp8_facts():
     w = Fp8Weight(data=DATA, scale=ramp(18), input_scale=np.array([0.5]), error=0.0143)
     assert_same_bytes(w.input_scale, np.float32(0.5))
@@ -759,7 +795,7 @@ def test_fp8_facts():
     "fields",
     [
         {"data": DATA[0]},
-        {"data": DATA[None]},
+        {"data": DATA[None], "scale": ramp(1, 4, 14)},
         {"data": DATA.astype(np.float32)},
         {"scale": ramp(14)},
         {"scale": ramp(1, 14)},
@@ -779,12 +815,14 @@ def test_fp8_refuses(fields):
 
 def test_fp8_refusal_text():
     assert refusal(lambda: Fp8Weight(data=DATA, scale=ramp(3))) == (
-        "the scale does not fit the data: got (3,), expected (18, 1)"
+        "the scale does not fit the data: got (3,), expected (1, 1) per tensor or (18, 1) per row"
     )
     assert refusal(lambda: Fp8Weight(data=DATA, scale=ramp(3), block=(8, 8))) == (
         "the scale does not fit the data: got (3,), expected (3, 2)"
     )
-    assert refusal(lambda: Fp8Weight(data=DATA[0], scale=1.0)) == "FP8 data need two axes: got (14,), expected (N, K)"
+    assert refusal(lambda: Fp8Weight(data=DATA[0], scale=1.0)) == (
+        "FP8 data need two axes: got (14,), expected (*E, N, K)"
+    )
 
 
 # -- dense --

@@ -11,6 +11,7 @@ import torch
 
 from halfbyte.errors import WeightError
 from halfbyte.mxfp4 import to_nvfp4
+from halfbyte.ops import linear
 from halfbyte.weight import DenseWeight, Fp8Weight, LossyWarning, Mxfp4Weight, Weight, to_numpy, to_torch
 from helpers import assert_same_bytes, exact, random_weight
 
@@ -129,6 +130,11 @@ def test_joining_does_not_mix_libraries(rng):
                 join(parts)
 
 
+def normal(w):
+    """Block scales of 0.25 to 3.75, which powers of two leave exact."""
+    return w.replace(scales=0x28 + w.scales % 32)
+
+
 OPERATIONS = {
     "rows": lambda w: w.rows(1, 3),
     "columns": lambda w: w.columns(16, w.k),
@@ -138,6 +144,18 @@ OPERATIONS = {
     "concat equal": lambda w: Weight.concat([w.replace(scale2=0.25)] * 2, "equal"),
     "stack": lambda w: Weight.stack([w, w.replace(scale2=0.25)]),
     "unstack": lambda w: Weight.stack([w, w.replace(scale2=0.25)]).unstack()[1],
+    "permute rows": lambda w: w.permute_rows([4, 1, 0, 2, 3]),
+    "permute rows back": lambda w: w.permute_rows([4, 1, 0, 2, 3], inverse=True),
+    "slice experts": lambda w: Weight.stack([w, w, w.replace(scale2=0.25)]).slice_experts(1, 3),
+    "permute experts": lambda w: Weight.stack([w, w, w.replace(scale2=0.25)]).permute_experts([2, 0, 1]),
+    "shard rows": lambda w: w.shard_rows(3, 5),
+    "shard columns": lambda w: w.columns(0, 32).shard_columns(1, 2),
+    "shard experts": lambda w: Weight.stack([w, w.replace(scale2=0.25)]).shard_experts(1, 2)[1],
+    "shift": lambda w: normal(w).shift_scale2(-1),
+    "shift by row": lambda w: normal(w).shift_scale2(
+        np.arange(np.prod(w.scale2.shape)).reshape(w.scale2.shape) % 5 - 2
+    ),
+    "concat shift": lambda w: Weight.concat([normal(w).replace(scale2=s) for s in (0.5, 1.0, 4.0)], "shift"),
     "replace": lambda w: w.replace(input_scale=0.75, pre_scale=None),
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
@@ -171,6 +189,40 @@ def test_concat_equal_refuses(rng):
     parts = [random_weight(rng, 2, 32).replace(scale2=s).torch() for s in (0.5, 0.25)]
     with pytest.raises(WeightError, match=r"different scale2: got \[0.5, 0.25\]"):
         Weight.concat(parts, "equal")
+
+
+def test_permutations_as_tensors(rng):
+    w, order = random_weight(rng, 5, 40, (3,), per_row=True), [4, 1, 0, 2, 3]
+    for index in (order, tuple(order), np.array(order, np.int32), torch.tensor(order)):
+        assert w.torch().permute_rows(index).same(w.permute_rows(order))
+        assert w.permute_rows(index).same(w.permute_rows(order))
+    with pytest.raises(WeightError, match="not a permutation of experts: got 0 more than once, 1 never"):
+        w.torch().permute_experts(torch.tensor([0, 0, 2]))
+
+
+def test_shift_refuses(rng):
+    w = random_weight(rng, 3, 32).replace(scales=np.array([[56, 56], [56, 1], [1, 56]], np.uint8)).torch()
+    with pytest.raises(WeightError, match=r"would round at \[1, 1\]: got the scale 0.00195312 \(byte 01\)") as caught:
+        w.shift_scale2(1)
+    assert caught.value.index == [1, 1]
+    with pytest.raises(WeightError, match=r"part 1: 2\^10 cannot move"):
+        Weight.concat([w.replace(scales=w.scales * 0 + 0x7E, scale2=2.0**10), w.replace(scale2=1.0)], "shift")
+
+
+def test_shift_in_torch_integers(rng):
+    w = normal(random_weight(rng, 5, 40, per_row=True)).torch()
+    p = torch.arange(-2, 3)[:, None]
+    assert w.shift_scale2(p).same(w.numpy().shift_scale2(p.numpy()))
+    assert_same_bytes(w.shift_scale2(p).dequantize(), w.dequantize())
+
+
+@pytest.mark.parametrize("policy", ["exact", "shift"])
+def test_a_fused_product_is_the_separate_ones(policy, rng):
+    """q, k, v with scale2 1 : 2 : 8, through torch's reference kernel; whole tiles, so that BLAS sums alike."""
+    parts = [normal(random_weight(rng, n, 48)).replace(scale2=s) for n, s in ((64, 0.3), (64, 0.6), (128, 2.4))]
+    x = torch.randint(-4, 5, (5, 48), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    fused = linear(x, Weight.concat([p.torch() for p in parts], policy))
+    assert_same_bytes(fused, torch.cat([linear(x, p.torch()) for p in parts], -1))
 
 
 def test_device():

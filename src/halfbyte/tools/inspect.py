@@ -20,6 +20,8 @@ from halfbyte.numerics import E4M3_VALUES
 from halfbyte.patterns import is_router, module_class
 from halfbyte.stored import Stored, View
 from halfbyte.tools.base import chosen
+from halfbyte.underflow import scale_report
+from halfbyte.weight import Weight
 
 _BESIDE = ("bias", "k_scale", "v_scale")
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
@@ -152,7 +154,15 @@ def _stats(checkpoint: Checkpoint, module: Module) -> dict[str, Any]:
         "largest_scale": float(E4M3_VALUES[top]),
         "amax": float(E4M3_VALUES[top] * 6 * np.float32(numbers["scale2"])),
         "recipe": _guess(top, empty),
-    }
+    } | _window(codes, scales, numbers["scale2"], module)
+
+
+def _window(codes: Any, scales: Any, scale2: float, module: Module) -> dict[str, Any]:
+    """The window of scale2 in which no block loses bits, of a weight with one scale2."""
+    if module.stack is not None:
+        return {"window": None, "in_window": None}
+    report = scale_report(Weight(codes=codes, scales=scales, scale2=scale2))
+    return {"window": list(report.window), "in_window": report.in_window}
 
 
 _ZERO_BLOCK = {
