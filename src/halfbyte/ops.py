@@ -127,7 +127,7 @@ def plan(
         dtype=_checked_dtype(dtype, "dtype"),
         out_dtype=_checked_dtype(dtype if out_dtype is None else out_dtype, "out_dtype"),
         device=str(device).split(":")[0],
-        library=library or ("torch" if is_torch(packed.buffers()["codes"]) else "numpy"),
+        library=library or ("torch" if is_torch(packed.buffers()["scale2"]) else "numpy"),
         bias=False,
     )
     kernel, why = _choose(call)
