@@ -238,12 +238,11 @@ def _as_packed(weight: Packed | Weight) -> Packed:
 
 def _check_arrays(x: Array, packed: Packed, bias: Array | None) -> None:
     """UsageError where x, weight and bias are not of one library, one device and fitting shapes."""
-    codes = packed.buffers()["codes"]
     n, k = packed.shape[-2:]
     _check_float(x, "x")
     if len(x.shape) < 1 or x.shape[-1] != k:
         raise UsageError("the last axis of x is not the weight's K", got=tuple(x.shape), expected=f"(..., {k})")
-    _check_beside(codes, "the weight", x)
+    _check_beside(packed.buffers()["scale2"], "the weight", x)
     if bias is not None:
         _check_float(bias, "bias")
         _check_beside(bias, "bias", x)

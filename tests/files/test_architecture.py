@@ -31,6 +31,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "mxfp4": MEANING,
     "casts": (*MEANING, "mxfp4", "modules"),
     "recipes": MEANING,
+    "activations": FILES,
     "layouts": MEANING,
     "diagnose": (*MEANING, "layouts", *STACKS),
     "twins": (*FILES, *STACKS, "diagnose", "dialects", "checkpoint"),

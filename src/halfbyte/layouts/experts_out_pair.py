@@ -92,9 +92,12 @@ class ExpertsOutPair(Layout):
         blocks = scales[..., ::BLOCK]
         differ = scales != _spread(blocks, -1)
         if bool(differ.any()):
-            *expert, column, k = first_true(differ)
+            *expert, column, k = index = first_true(differ)
             raise LayoutError(
-                "a block of 16 k has several scales, which no weight has", index=[*expert, column * BLOCK, k]
+                "a block of 16 k has several scales in the form atom, which no weight has",
+                index=[*expert, column * BLOCK, k],
+                got=int(scales[tuple(index)]),
+                expected=int(blocks[(*expert, column, k // BLOCK)]),
             )
         return _spread(blocks, -2)
 

@@ -148,7 +148,9 @@ class Marlin(Layout):
         if bool((read == 255).any()):
             index = first_true(read == 255)
             byte = int(scales[tuple(index)])
-            raise LayoutError(f"the S0E5M3 block scale at {index} is no E4M3 number (byte {byte:02X})", got=factor)
+            raise LayoutError(
+                f"the S0E5M3 block scale at {index} is no E4M3 number with this factor (byte {byte:02X})", got=factor
+            )
         return read
 
     def global_scale(self, packed: Packed, dtype: str | None = None) -> Array:
