@@ -242,9 +242,9 @@ def test_golden_s0e5m3():
     assert_same_bytes(buffers["scales"].reshape(16, 128), g["D.marlin_scale_s0e5m3_bf16"])
     assert buffers["scales"][:4].tobytes().hex(" ") == "ea ed ea f0"
     assert buffers["factor"] == g["D.marlin_scale_factor"] == 1
-    assert layout.global_scale(packed).tolist() == [[g["D.marlin_global_bf16"]]]
+    assert layout.global_scale(packed, "bfloat16").tolist() == [[g["D.marlin_global_bf16"]]]
     assert layout.global_scale(packed, "float16").tolist() == [[g["D.marlin_global_fp16"]]]
-    assert Marlin().global_scale(Marlin().pack(modelopt("D"))).tolist() == [[g["D.marlin_global_bf16"]]]
+    assert Marlin().global_scale(Marlin().pack(modelopt("D")), "bfloat16").tolist() == [[g["D.marlin_global_bf16"]]]
 
 
 def test_s0e5m3_numbers():
@@ -294,7 +294,7 @@ def test_one_factor_for_all_experts(rng):
     scales[1] = 0x58  # 16
     packed = Marlin(scale_format="s0e5m3").pack(weight.replace(scales=scales))
     assert packed.buffers()["factor"] == 16  # 448 / 16 = 28
-    scale = Marlin(scale_format="s0e5m3").global_scale(packed)
+    scale = Marlin(scale_format="s0e5m3").global_scale(packed, "bfloat16")
     assert scale.tolist() == (weight.scale2 * np.float32(2.0**119) / 16).tolist()
 
 
@@ -317,6 +317,11 @@ def test_global_scale_of_float16_has_a_range(scale2):
     for good in (4.8e-7, 511.0):
         packed = Marlin().pack(modelopt("D").replace(scale2=good))
         assert Marlin().global_scale(packed, "float16").item() == np.float32(good) * 128
+
+
+def test_dtypes_of_global_scales():
+    with pytest.raises(LayoutError, match="got 'float32', expected bfloat16 or float16"):
+        Marlin().global_scale(Marlin().pack(modelopt("D")), "float32")
 
 
 # -- experts, packed along the output --

@@ -29,7 +29,7 @@ from halfbyte.layouts import (
     parse,
 )
 from halfbyte.layouts.base import arrange, arrange_codes, restore, restore_codes
-from halfbyte.layouts.drawing import drawing, drawn_rows
+from halfbyte.layouts.drawing import drawing, with_drawings
 from halfbyte.layouts.gate_up import ROWS
 from halfbyte.weight import Weight
 from helpers import assert_same_bytes, assert_within, exact, golden, modelopt, nibbles, random_weight
@@ -123,12 +123,30 @@ def test_golden_weights(layout, name):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.key)
 def test_drawings(layout):
-    """Each docstring holds the drawing of its statement, which is made from it."""
-    drawings = [drawing(layout)]
-    if isinstance(layout, GateUp):
-        drawings = [drawn_rows(name, order) for name, order in ROWS.items()]
-    for drawn in drawings:
-        assert textwrap.indent(drawn, "    ") in sys.modules[type(layout).__module__].__doc__
+    """Each module's docstring ends in the drawings of its layouts, made from their statements."""
+    module = sys.modules[type(layout).__module__]
+    own = [other for other in LAYOUTS if type(other).__module__ == module.__name__]
+    assert module.__doc__ == with_drawings(module.__doc__, own), "run: python scripts/make_docs.py"
+    assert textwrap.indent(drawing(layout), "    ") in module.__doc__
+
+
+def test_drawings_are_replaced():
+    docstring = "A layout.\n\nWords.\n"
+    once = with_drawings(docstring, [Columns()])
+    assert once.startswith("A layout.\n\nWords.\n\n``columns(align=1)``, drawn from its statement::\n\n    codes")
+    assert with_drawings(once, [Columns()]) == once
+    assert with_drawings(once, []) == docstring
+    assert with_drawings(once, [Gguf(), Columns()]).count("drawn from") == 2
+
+
+def test_a_drawing_of_rows():
+    assert drawing(GateUp("interleaved", Rows())).splitlines()[10:15] == [
+        "interleaved      i h",
+        "    step  size  moves by",
+        "    1     2     +N/2 n",
+        "    2     N/2   +1 n",
+        "    first, of N = 16: n0, n8, n1, n9, n2, n10, n3, n11",
+    ]
 
 
 def test_a_drawing():
@@ -195,6 +213,9 @@ def test_null_is_not_packed():
         "marlin(pad_n=32)",
         "marlin(pad_k=8)",
         "marlin(lossy=1)",
+        "marlin(lossy=True)",  # fields of s0e5m3 scales
+        "marlin(rule=min)",
+        "marlin(scale_format=s0e5m3, dtype=float16, rule=min)",
         "tiles64(scale_order=rows)",
         "trtllm(epilogue_tile=32)",
         "",

@@ -3,7 +3,7 @@
 A tile of 128 rows and 4 blocks is 512 bytes: the 4 scales of a row lie together, and rows 0, 32, 64 and 96 side by
 side. The 8x4 tiles are for few rows. Both are padded with zeros; each expert has padded tiles of its own.
 
-``atoms128x4``, drawn from the statement::
+``atoms128x4``, drawn from its statement::
 
     codes (nibbles)  n k
         step  size  moves by
@@ -19,7 +19,7 @@ side. The 8x4 tiles are for few rows. Both are padded with zeros; each expert ha
         512 * K/64  N/128  +128 n
         first: n0 k0, n0 k16, n0 k32, n0 k48, n32 k0, n32 k16, n32 k32, n32 k48
 
-``atoms8x4``, drawn from the statement::
+``atoms8x4``, drawn from its statement::
 
     codes (nibbles)  n k
         step  size  moves by

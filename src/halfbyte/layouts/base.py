@@ -258,6 +258,8 @@ class Layout:
     used_by: ClassVar[str]
     choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """The values that each field of few values may have."""
+    row_orders: ClassVar[Mapping[str, Order]] = {}
+    """For a layout that moves whole rows inside another: its orders of rows by name."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -4,7 +4,7 @@ Row r of codes starts at byte r * pitch, where the pitch is N rounded up to ``al
 An odd N, as that of a vocabulary, needs an ``align`` of 16 for loads of 16 bytes. Several weights in one
 transposed twin are ``pack(Weight.concat(parts), "columns")``.
 
-``columns(align=1)``, drawn from the statement::
+``columns(align=1)``, drawn from its statement::
 
     codes (nibbles)  k n a p
         step   size  moves by

@@ -1,6 +1,6 @@
 """``comfy``: ComfyUI's files: the even k in the high nibble, N and K padded to 16, scales in tiles of 128x4.
 
-``comfy``, drawn from the statement::
+``comfy``, drawn from its statement::
 
     codes (nibbles)  n a k -p    padded: N to 16
         step      size  moves by

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+from collections.abc import Sequence
 from math import lcm, prod
 
 import numpy as np
@@ -10,14 +13,18 @@ from halfbyte.layouts.base import Layout, Order
 from halfbyte.numerics import BLOCK
 
 _SHOWN = 8
+_DRAWN = ", drawn from its statement"
 
 
 def drawing(layout: Layout) -> str:
     """Where ``layout`` puts codes and scales: what lies first in memory, and what a step in memory moves by.
 
     Steps are in nibbles for codes, the low one of a byte first, and in bytes for scales. ``n3 k16`` is the code in row
-    3 and column 16, or the scale of the block that begins there. N and K stand for the padded sizes.
+    3 and column 16, or the scale of the block that begins there. N and K stand for the padded sizes. Of a layout that
+    moves whole rows, all its orders are drawn, a step being a row in memory.
     """
+    if layout.row_orders:
+        return "\n".join(_drawn(name, o, (1, 0), (o.multiples[0], 1)) for name, o in layout.row_orders.items())
     needs = [f"{x} % {m} == 0" for x, m in zip("NK", layout.multiples, strict=True) if m > 1]
     parts = [f"needs {' and '.join(needs)}"] if needs else []
     for buffer, planes in layout.buffers.items():
@@ -33,9 +40,14 @@ def drawing(layout: Layout) -> str:
     return "\n".join(parts)
 
 
-def drawn_rows(title: str, order: Order) -> str:
-    """The same for a permutation of whole rows: a step is a row in memory."""
-    return _drawn(title, order, (1, 0), (order.multiples[0], 1))
+def with_drawings(docstring: str, layouts: Sequence[Layout]) -> str:
+    """The docstring of a module with the drawings of its layouts as its last part, in place of those it had."""
+    text = re.sub(rf"\n\n[^\n]*{_DRAWN}::\n.*", "", docstring, flags=re.DOTALL).rstrip()
+    for layout in layouts:
+        drawn = drawing(layout)
+        name = layout.name if layout.row_orders else layout.key
+        text += f"\n\n``{name}``{_DRAWN}::\n\n{textwrap.indent(drawn, '    ')}"
+    return text + "\n"
 
 
 def _drawn(title: str, order: Order, block: tuple[int, int], whole: tuple[int, int]) -> str:

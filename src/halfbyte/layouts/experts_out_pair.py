@@ -9,7 +9,7 @@ atom      tiles of 128x4 with a row for each k and a column for 16 n, as the mat
           exactly if each patch of 16 k and 16 n has one scale, and refuses others
 ========  ==========================================================================================================
 
-``experts_out_pair(scale_form=decode)``, drawn from the statement::
+``experts_out_pair(scale_form=decode)``, drawn from its statement::
 
     needs N % 64 == 0 and K % 16 == 0
     codes (nibbles)  k n

@@ -6,7 +6,7 @@ A kernel of the inner layout runs on them unchanged; a second scale for each row
 
 The weight itself always has all rows of gate first, then all of up (h: gate or up, i: the row within).
 
-The orders, drawn from the statement::
+``gate_up``, drawn from its statement::
 
     concatenated     h i
         step  size  moves by
@@ -71,6 +71,7 @@ class GateUp(Layout):
     name: ClassVar[str] = "gate_up"
     used_by: ClassVar[str] = "fused gate and up of gated layers, dense and experts"
     choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {"order": tuple(ROWS)}
+    row_orders: ClassVar[Mapping[str, Order]] = ROWS
     order: str
     layout: Layout
 

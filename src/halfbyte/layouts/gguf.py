@@ -2,7 +2,7 @@
 
 Within 16 codes the low nibble of byte j is code j and the high nibble code j + 8: halves, not pairs.
 
-``gguf``, drawn from the statement::
+``gguf``, drawn from its statement::
 
     needs K % 64 == 0
     blocks: in turn 4 of scales, 32 of codes

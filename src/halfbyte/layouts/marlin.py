@@ -1,7 +1,7 @@
 """``marlin``: codes in the order of tensor-core fragments, 8 to an int32; (K/16, 2N) int32 in all.
 
-A tile of 16 k and 64 n is 128 words. Word w holds column n = 16 (w % 4) + w / 4 / 4 and k = 2 (w / 4 % 4): its nibbles,
-the lowest first, are (n, k) (n, k+8) (n+8, k) (n+8, k+8) (n, k+1) (n, k+9) (n+8, k+1) (n+8, k+9).
+A tile of 16 k and 64 n is 128 words. With n = w % 4 * 16 + w // 16 and k = w // 4 % 4 * 2, the nibbles of word w are,
+the lowest first, (n, k) (n, k+8) (n+8, k) (n+8, k+8) (n, k+1) (n, k+9) (n+8, k+1) (n+8, k+9).
 
 The scales, (K/16, N), lie in the matching order in one of two forms:
 
@@ -15,7 +15,7 @@ factor lose different scales: "max" (now) those that the largest scale leaves no
 overflow half beside a small one. A weight that would lose some is refused unless ``lossy`` is set, which warns with
 the error. In float16 the factor is 1 and nothing is lost.
 
-``marlin(pad_n=64, pad_k=16, scale_format=e4m3, dtype=bfloat16, rule=max, lossy=False)``, drawn from the statement::
+``marlin(pad_n=64, pad_k=16, scale_format=e4m3, dtype=bfloat16, rule=max, lossy=False)``, drawn from its statement::
 
     codes (nibbles)  kt k nt n c t j rl b rh    padded: N to 64
         step         size  moves by
@@ -65,9 +65,10 @@ class Marlin(Layout):
         pad_n: N is padded to a multiple of it, itself a multiple of 64: 64 in vLLM, 128 in TensorRT Edge-LLM.
         pad_k: the same for K, a multiple of 16: 16 in vLLM, 64 in TensorRT Edge-LLM.
         scale_format: "e4m3" or "s0e5m3".
-        dtype: of the activations, "bfloat16" or "float16"; s0e5m3 scales differ by it.
+        dtype: of the activations that s0e5m3 scales are for, "bfloat16" or "float16".
         rule: "max" or "min", how the factor of s0e5m3 scales is chosen for bfloat16.
-        lossy: take a weight whose scales s0e5m3 cannot hold, with a LossyWarning that states the error.
+        lossy: take a weight whose scales s0e5m3 cannot hold, with a LossyWarning that states the error; ``unpack``
+            gives what is held.
     """
 
     name: ClassVar[str] = "marlin"
@@ -88,6 +89,10 @@ class Marlin(Layout):
         super().__post_init__()
         if self.pad_n % 64 or self.pad_k % 16:
             raise LayoutError("layout marlin pads to whole tiles of 64 n and 16 k", got=(self.pad_n, self.pad_k))
+        if self.scale_format == "e4m3" and (self.dtype, self.rule, self.lossy) != ("bfloat16", "max", False):
+            raise LayoutError("dtype, rule and lossy are for scale_format=s0e5m3", got=self.key)
+        if self.dtype == "float16" and (self.rule, self.lossy) != ("max", False):
+            raise LayoutError("rule and lossy are for bfloat16: float16 loses nothing", got=self.key)
 
     @property
     def codes(self) -> Order:
@@ -153,13 +158,14 @@ class Marlin(Layout):
             )
         return read
 
-    def global_scale(self, packed: Packed, dtype: str | None = None) -> Array:
-        """What the kernel multiplies a result by: scale2 / factor * 2^119 for bfloat16, 2^7 for float16; f32.
+    def global_scale(self, packed: Packed, dtype: str) -> Array:
+        """What a kernel for activations of ``dtype`` multiplies by: scale2 / factor * 2^119, or * 2^7 for float16; f32.
 
         Raises:
             LayoutError: float16, and a number that is not in its normal range.
         """
-        dtype = dtype or self.dtype
+        if dtype not in _EXPONENT:
+            raise LayoutError("not a dtype of activations", got=repr(dtype), expected=" or ".join(_EXPONENT))
         buffers = packed.buffers()
         scale = buffers["scale2"] * 2.0 ** _EXPONENT[dtype]
         if "factor" in buffers:

@@ -2,7 +2,7 @@
 
 Not ``columns``, though both look like (K, N): there a byte holds two k of one output feature.
 
-``npacked``, drawn from the statement::
+``npacked``, drawn from its statement::
 
     needs N % 2 == 0
     codes (nibbles)  k n

@@ -1,6 +1,6 @@
 """``rows``: the canonical order, as ModelOpt and compressed-tensors store it.
 
-``rows``, drawn from the statement::
+``rows``, drawn from its statement::
 
     codes (nibbles)  n k
         step  size  moves by

@@ -11,7 +11,7 @@ marlin    in the order of the tiles, bytes s0 s2 s1 s3: ready to use (``read_blo
 
 ``Tiles`` reads any of them by three tile indices, of which x is the slowest.
 
-``tiles64(scale_order=atom)``, drawn from the statement::
+``tiles64(scale_order=atom)``, drawn from its statement::
 
     needs K % 64 == 0
     codes (nibbles)  n kt k

@@ -4,7 +4,7 @@ With an epilogue tile of 128, old row i of each 32 moves to 8 * (i % 4) + i // 4
 16 moves to 8 * (i % 2) + i // 2. The scales move with their rows and are swizzled then.
 Gated weights have the rows of gate and up interleaved before: ``GateUp("up_first_interleaved", Trtllm())``.
 
-``trtllm(epilogue_tile=128)``, drawn from the statement::
+``trtllm(epilogue_tile=128)``, drawn from its statement::
 
     codes (nibbles)  n b a k    padded: N to 32
         step    size  moves by
