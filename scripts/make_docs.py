@@ -1,6 +1,6 @@
-"""Writes docs/findings.md from the tables of codes and of their explanations.
+"""Writes docs/findings.md from the tables of codes and of their explanations, and the drawings in layouts' docstrings.
 
-Usage: ``python scripts/make_docs.py``, and with ``--check`` it writes nothing and exits with 1 where the page is old.
+Usage: ``python scripts/make_docs.py``, and with ``--check`` it writes nothing and exits with 1 where one is old.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Final
 
 from halfbyte.explanations import EXPLANATIONS
 from halfbyte.findings import CODES
+from halfbyte.layouts import LAYOUTS
+from halfbyte.layouts.drawing import with_drawings
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "findings.md"
 
@@ -34,12 +36,24 @@ def page() -> str:
     return HEAD + "\n\n".join([table, *parts]) + "\n"
 
 
+def sources() -> dict[Path, str]:
+    """The modules of layouts as they must be."""
+    files = {}
+    for module in {type(layout).__module__ for layout in LAYOUTS}:
+        docstring, file = sys.modules[module].__doc__ or "", Path(sys.modules[module].__file__ or "")
+        own = [layout for layout in LAYOUTS if type(layout).__module__ == module]
+        files[file] = file.read_text().replace(docstring, with_drawings(docstring, own), 1)
+    return files
+
+
 def main() -> int:
-    """Write the page, or with ``--check`` compare it."""
+    """Write the page and the drawings, or with ``--check`` compare them."""
+    files = {PAGE: page(), **sources()}
     if "--check" in sys.argv[1:]:
-        return int(not PAGE.is_file() or PAGE.read_text() != page())
+        return int(any(not file.is_file() or file.read_text() != text for file, text in files.items()))
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page())
+    for file, text in files.items():
+        file.write_text(text)
     return 0
 
 

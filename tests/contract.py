@@ -6,20 +6,66 @@ import copy
 import pickle
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from halfbyte.errors import LayoutError
-from halfbyte.layouts import Layout, Packed, parse
+from halfbyte.layouts import (
+    LAYOUTS,
+    Atoms128x4,
+    Columns,
+    Comfy,
+    ExpertsOutPair,
+    GateUp,
+    Gguf,
+    Layout,
+    Marlin,
+    Packed,
+    Rows,
+    Tiles64,
+    Trtllm,
+    parse,
+)
 from halfbyte.numerics import is_torch
 from halfbyte.weight import Weight, to_numpy
 from helpers import assert_same_bytes, nibbles
 
 BAD_SCALES = {0x7F: "NaN", 0xFF: "NaN", 0x80: "negative", 0x81: "negative", 0xFE: "negative"}
 
+VARIANTS: list[Layout] = [
+    *LAYOUTS,
+    Columns(align=32),
+    Columns(align=7),
+    Tiles64("linear"),
+    Tiles64("marlin"),
+    ExpertsOutPair("atom"),
+    Marlin(pad_n=128, pad_k=64),
+    Marlin(scale_format="s0e5m3"),
+    Marlin(scale_format="s0e5m3", rule="min", pad_n=128),
+    Marlin(scale_format="s0e5m3", dtype="float16"),
+    Marlin(scale_format="s0e5m3", lossy=True),
+    Trtllm(epilogue_tile=64),
+    GateUp("concatenated", Columns(align=16)),
+    GateUp("interleaved", Gguf()),
+    GateUp("up_first_interleaved", Trtllm()),
+    GateUp("up_first_64", Atoms128x4()),
+    GateUp("up_first", Marlin(scale_format="s0e5m3")),
+    GateUp("interleaved", Comfy()),
+    GateUp("up_first", ExpertsOutPair()),
+    GateUp("up_first_64", Rows()),
+]
+"""Every layout, and every value of its fields."""
+
 
 def check_layout(layout: Layout, weight: Weight) -> None:
     """Whatever ``layout`` accepts comes back bit for bit, lies where ``offset`` says, and is padded with zeros."""
+    check_key(layout)
+    reason = layout.needs(weight.shape)
+    if reason:
+        check_shape_refused(layout, weight, reason)
+        return
+    weight = fitting(layout, weight)
     packed = layout.pack(weight)
     assert packed.layout == layout
     assert packed.shape == weight.shape
@@ -29,36 +75,85 @@ def check_layout(layout: Layout, weight: Weight) -> None:
         assert is_torch(back.codes) == is_torch(weight.codes)
     check_places(layout, weight, packed)
     check_buffers(packed, weight)
-    check_key(layout)
     check_refusals(layout, weight)
+
+
+def check_shape_refused(layout: Layout, weight: Weight, reason: str) -> None:
+    """The reason names an axis, its size and what it must be a multiple of; nothing is packed or taken as packed."""
+    axis, _, size, *words, multiple = reason.split()
+    assert weight.shape[{"N": -2, "K": -1}[axis]] == int(size)
+    assert words == ["is", "not", "a", "multiple", "of"]
+    assert int(size) % int(multiple)
+    with pytest.raises(LayoutError) as caught:
+        layout.pack(weight)
+    assert str(caught.value) == f"layout {layout.name} cannot hold this weight: {reason}: got {weight.shape}"
+    names = [*layout.buffers, *layout.extras, "scale2"]
+    with pytest.raises(LayoutError, match=f"has no such shape: {reason}"):
+        Packed(layout, weight.shape, dict.fromkeys(names, weight.scale2))
+
+
+def fitting(layout: Layout, weight: Weight) -> Weight:
+    """A weight with values that the layout can hold, where it cannot hold all."""
+    inner = layout.layout if isinstance(layout, GateUp) else layout
+    scales = to_numpy(weight.scales)
+    if isinstance(inner, Marlin) and inner.scale_format == "s0e5m3" and inner.dtype == "bfloat16":
+        scales = np.where(scales < 8, 0, scales)  # no subnormals
+    if isinstance(inner, ExpertsOutPair) and inner.scale_form == "atom":
+        scales = scales[..., ::16, :].repeat(16, -2)
+    changed = weight.numpy().replace(scales=scales.astype(np.uint8))
+    return changed.torch() if is_torch(weight.codes) else changed
+
+
+def stored_bytes(layout: Layout, scales: Any) -> Any:
+    """What the bytes of the scales must be: themselves, or vLLM's arithmetic in words of its own."""
+    inner = layout.layout if isinstance(layout, GateUp) else layout
+    if not isinstance(inner, Marlin) or inner.scale_format == "e4m3":
+        return scales
+    values = E4M3[scales]
+    half = (values * np.float32(inner.factor(scales))).astype(np.float16) * np.float16(128)
+    return ((half.view(np.uint16) << 1) >> 8).astype(np.uint8)
+
+
+E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 def check_places(layout: Layout, weight: Weight, packed: Packed) -> None:
     """Every element sits at its offset, no two at one, and nothing but zeros elsewhere."""
-    buffers, lead = packed.buffers(), weight.experts
-    (n, blocks), rng = weight.scales.shape[-2:], np.random.default_rng(0)
-    planes = {
-        "codes": (layout.codes, nibbles(buffers["codes"]), nibbles(weight.codes), blocks * 16, 1),
-        "scales": (layout.scales, to_numpy(buffers["scales"]), to_numpy(weight.scales), blocks, 16),
-    }
-    for plane, (order, flat, values, columns, step) in planes.items():
-        first, second = order.offsets((n, columns))
+    buffers, rng = packed.buffers(), np.random.default_rng(0)
+    n, k = weight.n, weight.scales.shape[-1] * 16
+    left = {name: nibbles(buffers[name]) for name in layout.buffers}
+    scales = np.repeat(stored_bytes(layout, to_numpy(weight.scales)), 16, -1)
+    for plane, values in (("codes", nibbles(weight.codes)), ("scales", scales)):
+        (name,) = (name for name, parts in layout.buffers.items() if plane in parts)
+        first, second = layout.offsets(weight.shape, plane)
+        assert first.shape == (n,)
+        assert second.shape == (k,)
         at = first[:, None] + second[None, :]
-        assert_same_bytes(flat[..., at].reshape(*lead, n, columns), values)
-        assert np.unique(at).size == at.size
-        padding = np.delete(flat, at.reshape(-1), axis=-1)
-        assert not padding.any()
+        flat = nibbles(buffers[name]) if plane == "codes" else to_numpy(buffers[name])
+        assert_same_bytes(flat[..., at], values)
+        places = np.unique(at)
+        assert places.size == (at.size if plane == "codes" else at.size // 16)
+        for nibble in [places] if plane == "codes" else [2 * places, 2 * places + 1]:
+            left[name][..., nibble] = 0
+        if plane == "scales" and layout.buffers[name].keys() == {"codes", "scales"}:
+            codes = np.add.outer(*layout.offsets(weight.shape, "codes"))
+            assert not np.intersect1d(codes // 2, places).size
         elements = [(r, c) for r in (0, n - 1) for c in (0, weight.k - 1)] if at.size else []
         elements += [(int(rng.integers(n)), int(rng.integers(weight.k))) for _ in range(16 if at.size else 0)]
         for r, c in elements:
-            assert layout.offset(r, c, weight.shape, plane) == at[r, c // step]
+            assert layout.offset(r, c, weight.shape, plane) == at[r, c]
+    for padding in left.values():
+        assert not padding.any()
+    for r, c in ((-1, 0), (0, -1), (n, 0), (0, k)):
+        with pytest.raises(LayoutError, match="no such element"):
+            layout.offset(r, c, weight.shape)
 
 
 def check_buffers(packed: Packed, weight: Weight) -> None:
     """The named buffers make the same again, and nothing else does."""
     layout, shape, buffers = packed.layout, packed.shape, packed.buffers()
     optional = {name for name in ("input_scale", "pre_scale") if getattr(weight, name) is not None}
-    assert set(buffers) == {"codes", "scales", "scale2"} | optional
+    assert set(buffers) == {*layout.buffers, *layout.extras, "scale2"} | optional
     for again in (
         Packed.from_buffers(layout, shape, buffers),
         copy.copy(packed),
@@ -77,10 +172,10 @@ def check_buffers(packed: Packed, weight: Weight) -> None:
 
 def wrong_buffers(packed: Packed) -> dict[str, dict[str, Any]]:
     """Sets of buffers that are not those of ``packed``'s layout and shape."""
-    good = packed.buffers()
-    cases = {f"buffers without {name}": {k: b for k, b in good.items() if k != name} for name in ("codes", "scale2")}
-    cases["buffers with another name"] = good | {"zeros": good["codes"]}
-    for name in ("codes", "scales"):
+    good, names = packed.buffers(), list(packed.layout.buffers)
+    cases = {f"buffers without {name}": {k: b for k, b in good.items() if k != name} for name in (*names, "scale2")}
+    cases["buffers with another name"] = good | {"zeros": good[names[0]]}
+    for name in names:
         cases[f"{name} that are too long"] = good | {name: _longer(good[name])}
     return cases
 

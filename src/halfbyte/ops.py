@@ -127,7 +127,7 @@ def plan(
         dtype=_checked_dtype(dtype, "dtype"),
         out_dtype=_checked_dtype(dtype if out_dtype is None else out_dtype, "out_dtype"),
         device=str(device).split(":")[0],
-        library=library or ("torch" if is_torch(packed.buffers()["codes"]) else "numpy"),
+        library=library or ("torch" if is_torch(packed.buffers()["scale2"]) else "numpy"),
         bias=False,
     )
     kernel, why = _choose(call)
@@ -238,12 +238,11 @@ def _as_packed(weight: Packed | Weight) -> Packed:
 
 def _check_arrays(x: Array, packed: Packed, bias: Array | None) -> None:
     """UsageError where x, weight and bias are not of one library, one device and fitting shapes."""
-    codes = packed.buffers()["codes"]
     n, k = packed.shape[-2:]
     _check_float(x, "x")
     if len(x.shape) < 1 or x.shape[-1] != k:
         raise UsageError("the last axis of x is not the weight's K", got=tuple(x.shape), expected=f"(..., {k})")
-    _check_beside(codes, "the weight", x)
+    _check_beside(packed.buffers()["scale2"], "the weight", x)
     if bias is not None:
         _check_float(bias, "bias")
         _check_beside(bias, "bias", x)

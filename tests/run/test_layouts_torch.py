@@ -6,11 +6,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from contract import check_layout
+from contract import VARIANTS, check_layout, fitting
 from halfbyte.errors import LayoutError
-from halfbyte.layouts import LAYOUTS, Order, Packed, Rows
+from halfbyte.layouts import Marlin, Order, Packed, Rows, Tiles, Tiles64
 from halfbyte.layouts.base import arrange, arrange_codes, restore, restore_codes
-from halfbyte.weight import to_torch
+from halfbyte.weight import LossyWarning, to_torch
 from helpers import assert_same_bytes, modelopt, nibbles, random_weight
 from orders import PLANES, Plane, orders
 
@@ -20,6 +20,8 @@ SHAPES = [
     ((), 3, 20),
     ((3,), 5, 32),
     ((2, 3), 4, 20),
+    ((), 128, 64),
+    ((2,), 256, 192),
     ((), 0, 32),
     ((), 4, 0),
     ((2,), 0, 16),
@@ -29,7 +31,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "per-row, input_scale, pre_scale"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.key)
+@pytest.mark.parametrize("layout", VARIANTS, ids=lambda layout: layout.key)
 def test_contract(layout, shape, full):
     experts, n, k = shape
     rng = np.random.default_rng(0)
@@ -37,10 +39,13 @@ def test_contract(layout, shape, full):
     check_layout(layout, weight.torch())
 
 
-@pytest.mark.parametrize("name", ["A", "C"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.key)
+@pytest.mark.parametrize("name", ["A", "C", "D"])
+@pytest.mark.parametrize("layout", VARIANTS, ids=lambda layout: layout.key)
 def test_as_numpy(layout, name):
     weight = modelopt(name)
+    if layout.needs(weight.shape):
+        return
+    weight = fitting(layout, weight)
     numpy, packed = layout.pack(weight), layout.pack(weight.torch())
     moved = numpy.to("cpu")
     assert packed.buffers().keys() == numpy.buffers().keys()
@@ -57,6 +62,33 @@ def test_views_of_tensors():
     weight = random_weight(np.random.default_rng(0), 9, 64, (2,), per_row=True).torch()
     for part in (weight.rows(2, 7), weight.columns(16, 48), *weight.unstack()):
         check_layout(Rows(), part)
+
+
+def test_tiles_of_tensors():
+    weight = random_weight(np.random.default_rng(0), 3, 128, (2,))
+    for order in ("atom", "linear", "marlin"):
+        views = [Tiles.of(Tiles64(order).pack(w)) for w in (weight, weight.torch())]
+        for tile in [(0, 0, 0), (1, 2, 1)]:
+            read = [
+                (v.read_block_scale_word_linear if order == "marlin" else v.read_block_scale_word)(tile) for v in views
+            ]
+            assert read[0] == read[1]
+            assert views[0].load_tile_uint4(tile, 1) == views[1].load_tile_uint4(tile, 1)
+            assert views[0].scale_at(tile[0]) == views[1].scale_at(tile[0])
+
+
+@pytest.mark.parametrize("rule", ["max", "min"])
+def test_lossy_as_numpy(rule):
+    layout = Marlin(scale_format="s0e5m3", rule=rule, lossy=True)
+    weight = random_weight(np.random.default_rng(0), 64, 64)
+    with pytest.warns(LossyWarning):
+        expected = layout.pack(weight)
+    with pytest.warns(LossyWarning):
+        packed = layout.pack(weight.torch())
+    for key, buffer in expected.buffers().items():
+        assert_same_bytes(packed.buffers()[key], buffer)
+    assert packed.unpack().same(expected.unpack())
+    assert_same_bytes(layout.global_scale(packed, "bfloat16"), layout.global_scale(expected, "bfloat16"))
 
 
 def test_libraries_are_not_mixed():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from halfbyte.layouts import Layout
-from halfbyte.numerics import BLOCK, Array
+from halfbyte.numerics import Array
 from halfbyte.weight import float_dtype
 
 Library = Literal["numpy", "torch"]
@@ -83,8 +83,7 @@ class Kernel:
 def linear_cost(call: Call) -> Cost:
     """The least that a linear call costs: the weight with its layout's padding, x, bias and result, once each."""
     *_, n, k = call.shape
-    blocks = -(-k // BLOCK)
-    weight = -(-call.layout.codes.count((n, blocks * BLOCK)) // 2) + call.layout.scales.count((n, blocks))
+    weight = sum(call.layout.sizes(call.shape).values())
     vectors = 4 * ((n if call.per_row else 1) + call.pre_scale * k + call.bias * n)
     moved = call.rows * (k * float_dtype(call.dtype).itemsize + n * float_dtype(call.out_dtype).itemsize)
     return Cost(bytes=weight + vectors + moved, flops=2 * call.rows * n * k)

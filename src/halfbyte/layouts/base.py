@@ -1,8 +1,8 @@
 """What a layout is: a statement of where the bytes go, and the executors that run any statement.
 
 A layout is data. For codes and for scales it states an ``Order``: how the axes N and K are padded and
-split into digits, and in which order the digits lie in memory. Packing, unpacking and ``offset`` are all
-read off that statement.
+split into digits, and in which order the digits lie in memory. Packing, unpacking, ``offset`` and the drawing
+in each layout's docstring are all read off that statement.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Plane = Literal["codes", "scales"]
 
 
 _AXIS = r"\s*(?:\w+|\(\s*\w+(?:\s+\w+)*\s*\))"
-_STATEMENT = re.compile(rf"{_AXIS}(?:\s+|(?<=\))|(?=\s*\())(?:{_AXIS})\s*->\s*\w+(?:\s+\w+)*\s*")
+_STATEMENT = re.compile(rf"{_AXIS}(?:\s+|(?<=\))|(?=\s*\())(?:{_AXIS})\s*->\s*-?\w+(?:\s+-?\w+)*\s*")
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,13 @@ class Order:
     """A padding and a digit permutation of a matrix (N, K), written ``"axes -> memory"``.
 
     ``Order("(nt n32) k -> nt k n32", n32=32)`` pads N to a multiple of 32, splits it into the digits nt
-    and n32 (slowest first), and lays the digits nt, k, n32 in memory, slowest first. The first digit of
-    each axis has no size: it is what remains.
+    and n32 (slowest first), and lays the digits nt, k, n32 in memory, slowest first. One digit of each axis
+    has no size: it is what remains. A digit with a minus in the memory order runs backwards there:
+    ``"n (k p) -> n k -p"`` with p=2 has the odd k of each pair first, which for codes is the high nibble first.
 
     Args:
         pattern: two axes, N then K, each a digit or a parenthesised list of digits; then the memory order.
-        sizes: the size of each digit but the first of an axis.
+        sizes: the size of each digit but one of each axis.
     """
 
     pattern: str
@@ -50,7 +51,8 @@ class Order:
             raise LayoutError("not a statement", got=repr(pattern), expected="two axes -> digits in memory order")
         n, k = self.axes
         once = len(set(n + k)) == len(n + k)
-        if not once or sorted(n + k) != sorted(self.memory) or set(sizes) != set(n[1:] + k[1:]):
+        rest = [len(set(axis) - set(sizes)) for axis in (n, k)]
+        if not once or sorted(n + k) != sorted(self.memory) or not set(sizes) <= set(n + k) or rest != [1, 1]:
             raise LayoutError("the statement's digits, memory order and sizes do not agree", got=str(self))
         if not all(type(size) is int and size > 0 for size in sizes.values()):
             raise LayoutError("the size of a digit is not a positive integer", got=str(self))
@@ -67,20 +69,26 @@ class Order:
     @property
     def memory(self) -> list[str]:
         """The digits in memory order, slowest first."""
-        return self.pattern.split("->")[1].split()
+        return [d.removeprefix("-") for d in self.pattern.split("->")[1].split()]
+
+    @property
+    def backwards(self) -> list[str]:
+        """The digits that run backwards in memory."""
+        return [d[1:] for d in self.pattern.split("->")[1].split() if d.startswith("-")]
 
     @property
     def multiples(self) -> tuple[int, int]:
         """What N and K are padded to multiples of."""
         sizes = dict(self.sizes)
-        n, k = self.axes
-        return prod(sizes[d] for d in n[1:]), prod(sizes[d] for d in k[1:])
+        n, k = (prod(sizes.get(d, 1) for d in axis) for axis in self.axes)
+        return n, k
 
     def digits(self, shape: tuple[int, int]) -> dict[str, int]:
         """The size of each digit for a matrix of ``shape``, in axis order."""
         found = dict(self.sizes)
         for axis, size, multiple in zip(self.axes, shape, self.multiples, strict=True):
-            found[axis[0]] = -(-size // multiple)
+            (rest,) = set(axis) - set(dict(self.sizes))
+            found[rest] = -(-size // multiple)
         return {d: found[d] for axis in self.axes for d in axis}
 
     def count(self, shape: tuple[int, int]) -> int:
@@ -89,7 +97,7 @@ class Order:
 
     def offsets(self, shape: tuple[int, int]) -> tuple[Any, Any]:
         """Two i64 vectors (N,) and (K,): element (n, k) lies at ``first[n] + second[k]``."""
-        digits = self.digits(shape)
+        digits, backwards = self.digits(shape), self.backwards
         strides, step = {}, 1
         for d in reversed(self.memory):
             strides[d] = step
@@ -98,23 +106,29 @@ class Order:
         for axis, size in zip(self.axes, shape, strict=True):
             rest, offset = np.arange(size), np.zeros(size, np.int64)
             for d in reversed(axis):
-                offset += rest % digits[d] * strides[d]
+                digit = rest % digits[d]
+                offset += (digits[d] - 1 - digit if d in backwards else digit) * strides[d]
                 rest = rest // digits[d]
             vectors.append(offset)
         return vectors[0], vectors[1]
 
     def whole_bytes(self) -> Order | None:
         """For an order of 4-bit codes: the same order of bytes, where pairs along K stay together."""
-        k = self.axes[1]
-        last = k[-1]
+        last = self.axes[1][-1]
         if self.memory[-1] != last:
             return None
         sizes = dict(self.sizes)
-        if len(k) > 1:
-            if sizes[last] % 2:
-                return None
-            sizes[last] //= 2
+        if last not in sizes:
+            return self if self.multiples[1] == 1 else None
+        if sizes[last] % 2:
+            return None
+        sizes[last] //= 2
         return Order(self.pattern, **sizes)
+
+    @property
+    def high_first(self) -> bool:
+        """For an order of 4-bit codes that has ``whole_bytes``: whether the even k of a pair is the high nibble."""
+        return self.memory[-1] in self.backwards
 
 
 def arrange_numpy(order: Order, a: Any) -> Any:
@@ -125,6 +139,7 @@ def arrange_numpy(order: Order, a: Any) -> Any:
         a = np.pad(a, [(0, 0)] * len(lead) + [(0, padded[0] - shape[0]), (0, padded[1] - shape[1])])
     to_memory, _ = _permutations(order, len(lead))
     grid = a.reshape(*lead, *order.digits(shape).values()).transpose(to_memory)
+    grid = np.flip(grid, _flipped(order, len(lead)))
     return np.ascontiguousarray(grid).reshape(*lead, order.count(shape))
 
 
@@ -132,7 +147,8 @@ def restore_numpy(order: Order, flat: Any, shape: tuple[int, int]) -> Any:
     """The inverse of arrange_numpy; ``shape`` is (N, K)."""
     lead, digits = flat.shape[:-1], order.digits(shape)
     _, to_axes = _permutations(order, len(lead))
-    grid = flat.reshape(*lead, *(digits[d] for d in order.memory)).transpose(to_axes)
+    grid = np.flip(flat.reshape(*lead, *(digits[d] for d in order.memory)), _flipped(order, len(lead)))
+    grid = grid.transpose(to_axes)
     return np.ascontiguousarray(grid.reshape(*lead, *_padded(order, shape))[..., : shape[0], : shape[1]])
 
 
@@ -145,14 +161,20 @@ def arrange_torch(order: Order, a: Any) -> Any:
     if padded != shape:
         a = torch.nn.functional.pad(a, (0, padded[1] - shape[1], 0, padded[0] - shape[0]))
     to_memory, _ = _permutations(order, len(lead))
-    return a.reshape(*lead, *order.digits(shape).values()).permute(to_memory).reshape(*lead, order.count(shape))
+    grid = a.reshape(*lead, *order.digits(shape).values()).permute(to_memory)
+    if order.backwards:
+        grid = grid.flip(_flipped(order, len(lead)))
+    return grid.reshape(*lead, order.count(shape))
 
 
 def restore_torch(order: Order, flat: Any, shape: tuple[int, int]) -> Any:
     """As restore_numpy, for a torch tensor on any device."""
     lead, digits = flat.shape[:-1], order.digits(shape)
     _, to_axes = _permutations(order, len(lead))
-    grid = flat.reshape(*lead, *(digits[d] for d in order.memory)).permute(to_axes)
+    grid = flat.reshape(*lead, *(digits[d] for d in order.memory))
+    if order.backwards:
+        grid = grid.flip(_flipped(order, len(lead)))
+    grid = grid.permute(to_axes)
     return grid.reshape(*lead, *_padded(order, shape))[..., : shape[0], : shape[1]].contiguous()
 
 
@@ -166,6 +188,10 @@ def _permutations(order: Order, lead: int) -> tuple[list[int], list[int]]:
     to_memory = [*range(lead), *(lead + digits.index(d) for d in order.memory)]
     to_axes = [*range(lead), *(lead + order.memory.index(d) for d in digits)]
     return to_memory, to_axes
+
+
+def _flipped(order: Order, lead: int) -> tuple[int, ...]:
+    return tuple(lead + order.memory.index(d) for d in order.backwards)
 
 
 def arrange(order: Order, a: Array) -> Array:
@@ -182,7 +208,7 @@ def arrange_codes(order: Order, codes: Array) -> Array:
     """Packed codes (*E, N, K/2) to packed codes in memory order, (*E, ceil(count/2))."""
     whole = order.whole_bytes()
     if whole is not None:
-        return arrange(whole, codes)
+        return arrange(whole, _swap(codes) if order.high_first else codes)
     return _pack(arrange(order, _unpack(codes)))  # an odd count leaves the last high nibble 0
 
 
@@ -191,8 +217,14 @@ def restore_codes(order: Order, flat: Array, shape: tuple[int, int]) -> Array:
     n, k = shape
     whole = order.whole_bytes()
     if whole is not None:
-        return restore(whole, flat, (n, k // 2))
+        codes = restore(whole, flat, (n, k // 2))
+        return _swap(codes) if order.high_first else codes
     return _pack(restore(order, _unpack(flat)[..., : order.count(shape)], shape))
+
+
+def _swap(packed: Array) -> Array:
+    """The nibbles of each byte exchanged."""
+    return (packed >> 4) | (packed << 4)
 
 
 def _unpack(packed: Array) -> Array:
@@ -218,12 +250,25 @@ def _pack(codes: Array) -> Array:
 class Layout:
     """Where the bytes of a weight go: a frozen value, compared and hashed by its fields.
 
-    A subclass gives ``name``, ``used_by`` and the two orders; what its bytes cannot hold it says in
-    ``needs`` (shapes) and ``refuse`` (values).
+    A subclass gives ``name``, ``used_by`` and the two orders, and where they differ from the defaults here the
+    buffers, the shapes it takes and the form that it stores block scales in.
     """
 
     name: ClassVar[str]
     used_by: ClassVar[str]
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """The values that each field of few values may have."""
+    row_orders: ClassVar[Mapping[str, Order]] = {}
+    """For a layout that moves whole rows inside another: its orders of rows by name."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, allowed = getattr(self, field.name), self.choices.get(field.name)
+            if allowed is not None and value not in allowed:
+                known = " or ".join(map(str, allowed))
+                raise LayoutError(f"layout {self.name}: not a value of {field.name}", got=repr(value), expected=known)
+            if type(value) is int and value < 1:
+                raise LayoutError(f"layout {self.name}: {field.name} is not positive", got=value)
 
     @property
     def codes(self) -> Order:
@@ -232,17 +277,41 @@ class Layout:
 
     @property
     def scales(self) -> Order:
-        """The order of the block-scale bytes (n, k // 16)."""
+        """The order of the block-scale bytes (n, k // 16), or as ``scale_block`` says."""
         raise NotImplementedError
+
+    @property
+    def buffers(self) -> Mapping[str, Mapping[Plane, int]]:
+        """Each buffer by its name: one plane, or records of so many bytes of each plane in turn."""
+        return {"codes": {"codes": 1}, "scales": {"scales": 1}}
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The buffers of one f32 for all experts that the scales' form needs."""
+        return ()
+
+    @property
+    def multiples(self) -> tuple[int, int]:
+        """What N and K must be multiples of. Smaller tiles than the orders' are padded with zeros."""
+        return 1, 1
+
+    @property
+    def scale_block(self) -> tuple[int, int]:
+        """The rows and columns of the weight that share a byte of the stored scales."""
+        return 1, BLOCK
 
     @property
     def key(self) -> str:
         """The layout as text, for state dicts and custom ops; ``halfbyte.layouts.parse`` reads it."""
-        fields = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)]
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields = [f"{name}={value.key if isinstance(value, Layout) else value}" for name, value in values.items()]
         return self.name + (f"({', '.join(fields)})" if fields else "")
 
     def needs(self, shape: Sequence[int]) -> str | None:
         """None if a weight of ``shape`` (*E, N, K) fits, else the reason in words."""
+        for axis, size, multiple in zip("NK", shape[-2:], self.multiples, strict=True):
+            if size % multiple:
+                return f"{axis} = {size} is not a multiple of {multiple}"
         return None
 
     def refuse(self, weight: Weight) -> str | None:
@@ -252,20 +321,55 @@ class Layout:
         """
         for what, bad in (("NaN", (weight.scales & 127) == 127), ("negative", weight.scales >= 128)):
             if bool(bad.any()):
-                index = _first(bad)
+                index = first_true(bad)
                 byte = int(weight.scales[tuple(index)])
                 return f"the block scale at {index} is {what} (byte {byte:02X})"
         return None
 
+    def to_stored(self, weight: Weight) -> tuple[Array, dict[str, Array]]:
+        """The scales in the form and shape that ``scales`` orders, and the ``extras``."""
+        return weight.scales, {}
+
+    def from_stored(self, scales: Array, extras: Mapping[str, Array]) -> Array:
+        """The inverse: (*E, N, G) block scales."""
+        return scales
+
+    def grid(self, shape: Sequence[int], plane: Plane) -> tuple[int, int]:
+        """The rows and columns of a plane of a weight of ``shape``."""
+        n, k = shape[-2], -(-shape[-1] // BLOCK) * BLOCK
+        rows, columns = self.scale_block if plane == "scales" else (1, 1)
+        return -(-n // rows), -(-k // columns)
+
+    def sizes(self, shape: Sequence[int]) -> dict[str, int]:
+        """The bytes of each buffer, for one expert of a weight of ``shape``."""
+        codes = -(-self.codes.count(self.grid(shape, "codes")) // 2)
+        planes: dict[Plane, int] = {"codes": codes, "scales": self.scales.count(self.grid(shape, "scales"))}
+        return {name: sum(planes[plane] for plane in parts) for name, parts in self.buffers.items()}
+
+    def offsets(self, shape: Sequence[int], plane: Plane) -> tuple[Any, Any]:
+        """Two i64 vectors over N and over K, of whole blocks: element (n, k) lies at ``first[n] + second[k]``.
+
+        In 4-bit steps for codes, the low nibble of a byte first, and in bytes for scales, of the plane's buffer.
+        """
+        order, steps = (self.codes, 2) if plane == "codes" else (self.scales, 1)
+        first, second = order.offsets(self.grid(shape, plane))
+        if plane == "scales":
+            n, k = self.grid(shape, "codes")
+            first, second = first[np.arange(n) // self.scale_block[0]], second[np.arange(k) // self.scale_block[1]]
+        (parts,) = (parts for parts in self.buffers.values() if plane in parts)
+        if len(parts) == 1:
+            return first, second
+        own, whole = parts[plane] * steps, sum(parts.values()) * steps
+        before = sum(list(parts.values())[: list(parts).index(plane)]) * steps
+        first, second = (at // own * whole + at % own for at in (first, second))
+        return first + before, second
+
     def offset(self, n: int, k: int, shape: Sequence[int], plane: Plane = "codes") -> int:
         """Where element (n, k) of one expert lies: in 4-bit steps for codes, in bytes for scales."""
-        rows, blocks = shape[-2], -(-shape[-1] // BLOCK)
-        if not (0 <= n < rows and 0 <= k < blocks * BLOCK):
-            raise LayoutError("no such element", got=(n, k), expected=f"within {(rows, blocks * BLOCK)}")
-        if plane == "scales":
-            first, second = self.scales.offsets((rows, blocks))
-            return int(first[n] + second[k // BLOCK])
-        first, second = self.codes.offsets((rows, blocks * BLOCK))
+        needed = self.grid(shape, "codes")
+        if not (0 <= n < needed[0] and 0 <= k < needed[1]):
+            raise LayoutError("no such element", got=(n, k), expected=f"within {needed}")
+        first, second = self.offsets(shape, plane)
         return int(first[n] + second[k])
 
     def pack(self, weight: Weight) -> Packed:
@@ -277,9 +381,14 @@ class Layout:
         reason = self.needs(weight.shape) or self.refuse(weight)
         if reason:
             raise LayoutError(f"layout {self.name} cannot hold this weight: {reason}", got=weight.shape)
-        buffers = {
+        scales, extras = self.to_stored(weight)
+        planes: dict[Plane, Array] = {
             "codes": arrange_codes(self.codes, weight.codes),
-            "scales": arrange(self.scales, weight.scales),
+            "scales": arrange(self.scales, scales),
+        }
+        buffers = {
+            **{name: interleave(parts, planes) for name, parts in self.buffers.items()},
+            **extras,
             "scale2": weight.scale2,
             "input_scale": weight.input_scale,
             "pre_scale": weight.pre_scale,
@@ -288,17 +397,43 @@ class Layout:
 
     def unpack(self, packed: Packed) -> Weight:
         """The weight again, bit for bit."""
-        n, k = packed.shape[-2:]
-        blocks = -(-k // BLOCK)
         b = packed.buffers()
+        planes = {plane: a for name, parts in self.buffers.items() for plane, a in separate(parts, b[name]).items()}
+        scales = restore(self.scales, planes["scales"], self.grid(packed.shape, "scales"))
         return Weight(
-            codes=restore_codes(self.codes, b["codes"], (n, blocks * BLOCK)),
-            scales=restore(self.scales, b["scales"], (n, blocks)),
+            codes=restore_codes(self.codes, planes["codes"], self.grid(packed.shape, "codes")),
+            scales=self.from_stored(scales, {name: b[name] for name in self.extras}),
             scale2=b["scale2"],
             input_scale=b.get("input_scale"),
             pre_scale=b.get("pre_scale"),
-            k=k,
+            k=packed.shape[-1],
         )
+
+
+def interleave(parts: Mapping[Plane, int], planes: Mapping[Plane, Array]) -> Array:
+    """One buffer (*E, bytes) of the planes, each (*E, bytes): records of so many bytes of each in turn."""
+    if len(parts) == 1:
+        return planes[next(iter(parts))]
+    lead = next(iter(planes.values())).shape[:-1]
+    records = [planes[plane].reshape(*lead, planes[plane].shape[-1] // size, size) for plane, size in parts.items()]
+    if is_torch(records[0]):
+        import torch
+
+        return torch.cat(records, -1).flatten(-2)
+    joined = np.concatenate(records, -1)
+    return joined.reshape(*lead, joined.shape[-2] * joined.shape[-1])
+
+
+def separate(parts: Mapping[Plane, int], buffer: Array) -> dict[Plane, Array]:
+    """The inverse of interleave."""
+    if len(parts) == 1:
+        return {next(iter(parts)): buffer}
+    whole, start, found = sum(parts.values()), 0, {}
+    lead, count = buffer.shape[:-1], buffer.shape[-1] // whole
+    for plane, size in parts.items():
+        found[plane] = buffer.reshape(*lead, count, whole)[..., start : start + size].reshape(*lead, count * size)
+        start += size
+    return found
 
 
 class Packed:
@@ -309,17 +444,16 @@ class Packed:
     Args:
         layout: the layout that wrote the buffers.
         shape: (*E, N, K).
-        buffers: "codes" (*E, bytes) u8, "scales" (*E, bytes) u8, "scale2" (*E, 1 or N, 1) f32 and,
-            where the weight has them, "input_scale" and "pre_scale".
+        buffers: those of the layout, for most "codes" and "scales", (*E, bytes) u8 each; "scale2"
+            (*E, 1 or N, 1) f32; and, where the weight has them, "input_scale" and "pre_scale".
     """
 
     __slots__ = ("_buffers", "layout", "shape")
 
     def __init__(self, layout: Layout, shape: Sequence[int], buffers: Mapping[str, Array]) -> None:
-        missing = {"codes", "scales", "scale2"} - set(buffers)
-        unknown = set(buffers) - {"codes", "scales", "scale2", "input_scale", "pre_scale"}
-        if missing or unknown:
-            raise LayoutError("wrong buffers", got=sorted(buffers), expected="codes, scales, scale2")
+        names = [*layout.buffers, *layout.extras, "scale2"]
+        if set(names) - set(buffers) or set(buffers) - {*names, "input_scale", "pre_scale"}:
+            raise LayoutError("wrong buffers", got=sorted(buffers), expected=", ".join(names))
         self.layout = layout
         self.shape = tuple(int(size) for size in shape)
         self._buffers = dict(buffers)
@@ -328,12 +462,13 @@ class Packed:
         if len({is_torch(buffer) for buffer in buffers.values()}) > 1:
             raise LayoutError("the buffers are of two libraries: use NumPy arrays or torch tensors for all")
         *experts, n, k = self.shape
-        blocks = -(-k // BLOCK)
-        code_bytes, scale_bytes = -(-layout.codes.count((n, blocks * BLOCK)) // 2), layout.scales.count((n, blocks))
+        reason = layout.needs(self.shape)
+        if reason:
+            raise LayoutError(f"layout {layout.name} has no such shape: {reason}", got=self.shape)
         per_row = (*experts, n, 1)
-        needed = {
-            "codes": ("uint8", (*experts, code_bytes)),
-            "scales": ("uint8", (*experts, scale_bytes)),
+        needed: dict[str, tuple[str | None, tuple[int, ...]]] = {
+            **{name: ("uint8", (*experts, size)) for name, size in layout.sizes(self.shape).items()},
+            **dict.fromkeys(layout.extras, ("float32", ())),
             "scale2": ("float32", per_row if tuple(buffers["scale2"].shape) == per_row else (*experts, 1, 1)),
             "input_scale": ("float32", tuple(experts)),
             "pre_scale": (None, (k,)),
@@ -377,6 +512,6 @@ class Packed:
         return self.layout.unpack(self)
 
 
-def _first(bad: Array) -> list[int]:
+def first_true(bad: Array) -> list[int]:
     """The index of the first true element."""
     return [int(i) for i in np.argwhere(to_numpy(bad))[0]]

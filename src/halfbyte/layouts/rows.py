@@ -1,9 +1,17 @@
 """``rows``: the canonical order, as ModelOpt and compressed-tensors store it.
 
-::
+``rows``, drawn from its statement::
 
-    codes   byte n * K/2 + k/2      low nibble (n, 2j), high nibble (n, 2j + 1)
-    scales  byte n * K/16 + k/16    E4M3FN
+    codes (nibbles)  n k
+        step  size  moves by
+        1     K     +1 k
+        K     N     +1 n
+        first: n0 k0, n0 k1, n0 k2, n0 k3, n0 k4, n0 k5, n0 k6, n0 k7
+    scales (bytes)   n k
+        step  size  moves by
+        1     K/16  +16 k
+        K/16  N     +1 n
+        first: n0 k0, n0 k16, n0 k32, n0 k48, n0 k64, n0 k80, n0 k96, n0 k112
 """
 
 from __future__ import annotations
