@@ -24,6 +24,7 @@ _HOMES = {
     "Reading": "modules",
     "Report": "findings",
     "Weight": "weight",
+    "attention": "ops",
     "convert": "tools.convert",
     "dequantize_checkpoint": "tools.dequantize",
     "diff": "tools.diff",
@@ -41,7 +42,7 @@ _HOMES = {
     "unpack": "ops",
     "verify": "tools.verify",
 }
-_MODULES = ("errors", "layouts", "nn")
+_MODULES = ("errors", "kernels", "layouts", "nn")
 _NAMED = {"open": "open_checkpoint"}
 
 __all__ = [
@@ -60,12 +61,14 @@ __all__ = [
     "Report",
     "Weight",
     "__version__",
+    "attention",
     "convert",
     "dequantize_checkpoint",
     "diff",
     "errors",
     "explain",
     "inspect",
+    "kernels",
     "layouts",
     "linear",
     "open",
@@ -81,7 +84,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from halfbyte import errors, layouts
+    from halfbyte import errors, kernels, layouts
     from halfbyte import nn as nn  # not in __all__: a star import must not need torch
     from halfbyte.checkpoint.reader import Checkpoint
     from halfbyte.checkpoint.reader import open_checkpoint as open  # noqa: A004 - torch and safetensors say open too
@@ -93,7 +96,7 @@ if TYPE_CHECKING:
     from halfbyte.layouts import Packed
     from halfbyte.lossy import to_fp8, to_int8
     from halfbyte.modules import Reading
-    from halfbyte.ops import Plan, linear, pack, plan, unpack
+    from halfbyte.ops import Plan, attention, linear, pack, plan, unpack
     from halfbyte.recipes import quantize
     from halfbyte.tools.convert import convert
     from halfbyte.tools.dequantize import dequantize_checkpoint
