@@ -63,6 +63,7 @@ class Planes:
         ((name, self.parts),) = ((n, p) for n, p in case.layout.buffers.items() if set(case.planes) <= set(p))
         self.buffer = np.zeros(case.layout.sizes(shape)[name], np.uint8)
         self.nbytes = sum(a.nbytes for a in self.rows.values())
+        self.copy()  # touches every page
 
     def there(self) -> None:
         for plane, a in self.rows.items():
@@ -131,9 +132,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=256, help="that inputs are rotated over")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     options = parser.parse_args()
-    print(
-        f"{platform.platform()}, Python {platform.python_version()}, NumPy {np.__version__}, one of {os.cpu_count()} cores"
-    )
+    print(f"{platform.platform()}, Python {platform.python_version()}, one of {os.cpu_count()} cores")
     print(f"{'GB/s':<37}compiled   NumPy  memcpy  share first call  bound")
     for case in CASES:
         if options.only in case.name:

@@ -92,7 +92,6 @@ class Tiles:
     steps: tuple[int, int]
     loads: Any
     stores: Any
-    base: tuple[int, int]
 
     @property
     def bytes(self) -> int:
@@ -143,7 +142,6 @@ def tiles(bits: int, source: Places, target: Places) -> Tiles | None:
         steps=(steps[0], steps[1]),
         loads=_sums([abs(bit.source) for bit in by_source[len(low[0]) :]]),
         stores=_sums([abs(bit.target) for bit in by_target[len(low[1]) :]]),
-        base=(sum(min(0, bit.source) for bit in together), sum(min(0, bit.target) for bit in together)),
     )
     if nibble and any((at % 2).any() for at in [*_origins(made, source, target), made.loads, made.stores]):
         return None  # a line that begins in the middle of a byte
@@ -173,15 +171,15 @@ def _step(at: Any) -> float:
 
 
 def _origins(made: Tiles, source: Places, target: Places) -> list[Any]:
-    """Of the rows and then of the columns of the tiles, where the first element lies in the source and the target."""
+    """Of the rows and then of the columns of the tiles, where a tile begins in the source and in the target."""
     found = []
     for axis in (0, 1):
+        bits = [bit for bit in made.tile if bit.axis == axis]
         index = np.arange(len(source[axis]) // made.steps[axis] * made.steps[axis])
-        for bit in made.tile:
-            if bit.axis == axis:
-                index = index[index >> bit.place & 1 == 0]
-        found += [source[axis][index], target[axis][index]]
-    found[0], found[1] = found[0] + made.base[0], found[1] + made.base[1]
+        for bit in bits:
+            index = index[index >> bit.place & 1 == 0]
+        found.append(source[axis][index] + sum(min(0, bit.source) for bit in bits))
+        found.append(target[axis][index] + sum(min(0, bit.target) for bit in bits))
     return found
 
 
