@@ -216,6 +216,9 @@ class TestBundles:
             ),
             (lambda: llm(hq=1, hkv=0), "there are no heads: got 1 query heads, 0 key heads, head_dim 8"),
             (lambda: llm(window_size_left=-1), "window_size_left is negative: got -1; None is no window"),
+            (lambda: vit(q=[[[1.0]]]), "q is not an array: got list, expected NumPy or torch"),
+            (lambda: vit(k=None), "k is not an array: got NoneType, expected NumPy or torch"),
+            (lambda: llm((), batch_size=-1), r"a size of q is negative: got \(-1, 4, 4, 8\)"),
             (lambda: llm(attention_scale=0.0), "attention_scale is not a positive number: got 0.0"),
             (lambda: vit(v_scale=float("nan")), "v_scale is not a positive number: got nan"),
             (

@@ -14,7 +14,7 @@ import torch
 from attention_cases import CASES, MAKERS, by_loops, llm, paged, to_library, vit
 from checkpoints import SOURCE
 from halfbyte.arrays import to_numpy
-from halfbyte.errors import NoKernelError, UsageError
+from halfbyte.errors import NoKernelError, UnavailableError, UsageError
 from halfbyte.kernels import LlmFmha, TensorDesc, VitFmha, preflight, select
 from halfbyte.ops import attention
 
@@ -122,7 +122,7 @@ class TestChoice:
 
     def test_preflight_finds_that_the_device_is_missing(self):
         call = replace(to_library(vit(), "torch").call(), device="xpu")
-        with pytest.raises(UsageError, match="torch cannot use this device: got xpu"):
+        with pytest.raises(UnavailableError, match="torch cannot use this device: got xpu"):
             preflight(VitFmha, call)
 
     def test_the_nearest_comes_first(self):

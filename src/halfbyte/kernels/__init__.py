@@ -96,8 +96,9 @@ def preflight(bundle: type[A], call: C) -> Kernel[A, C]:
     """Load what the kernel needs that ``select`` picks for this call, and nothing of any other; it is returned.
 
     Raises:
-        UsageError: as ``select``, or a device that is not there.
+        UsageError: as ``select``.
         NoKernelError: as ``select``.
+        UnavailableError: a device that is not there.
     """
     kernel = select(bundle, call)
     kernel.load(call)

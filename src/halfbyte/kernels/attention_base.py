@@ -145,6 +145,8 @@ class AttentionArgs(ABC):
             value = getattr(self, name)
             if not (isfinite(value) and value > 0):
                 raise UsageError(f"{name} is not a positive number", got=value)
+        _check_is_array("q", self.q)
+        _check_is_array("out", self.out)
         if dtype_name(self.q.dtype) not in INPUTS:
             raise UsageError("q is of the wrong dtype", got=dtype_name(self.q.dtype), expected=" or ".join(INPUTS))
         if dtype_name(self.out.dtype) not in FLOATS:
@@ -268,7 +270,13 @@ def sequence_lengths(name: str, cumulative: Array, *, each: int, total: int | No
     return pairs
 
 
+def _check_is_array(name: str, array: Any) -> None:
+    if not (is_torch(array) or isinstance(array, np.ndarray)):
+        raise UsageError(f"{name} is not an array", got=type(array).__name__, expected="NumPy or torch")
+
+
 def _check_array(name: str, array: Any, shape: tuple[int, ...], dtype: str, q: Array) -> None:
+    _check_is_array(name, array)
     if min(shape) < 0:
         raise UsageError(f"a size of {name} is negative", got=shape)
     if is_torch(array) != is_torch(q) or (is_torch(q) and array.device != q.device):

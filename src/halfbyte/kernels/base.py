@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from halfbyte.arrays import dtype_name, float_dtype
-from halfbyte.errors import UsageError
+from halfbyte.errors import UnavailableError, UsageError
 from halfbyte.layouts import Layout, Packed
 from halfbyte.numerics import Array, is_torch
 
@@ -197,14 +197,14 @@ def nothing_to_load(call: Any) -> None:
 
 
 def load_torch(call: Any) -> None:
-    """Import torch and touch the call's device; UsageError where it is not there."""
+    """Import torch and touch the call's device; UnavailableError where it is not there."""
     import torch
 
     try:
         torch.zeros(1, device=call.device)
     except (AssertionError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        raise UsageError("torch cannot use this device", got=call.device, hint=reason) from None
+        raise UnavailableError("torch cannot use this device", got=call.device, hint=reason) from None
 
 
 def why_not_numpy(library: str) -> tuple[str, ...]:
