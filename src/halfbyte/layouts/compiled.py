@@ -129,7 +129,7 @@ def tiles(bits: int, source: Places, target: Places) -> Tiles | None:
     runs = [_run(found, side, longest) for side in ("source", "target")]
     best: Tiles | None = None
     least = float(SLOW)
-    for load, store in product(*(range(nibble, len(run) + 1) for run in runs)):
+    for load, store in product(*(range(len(run), nibble - 1, -1) for run in runs)):
         together = {*runs[0][:load], *runs[1][:store]}
         steps = [max((2 << bit.place for bit in together if bit.axis == axis), default=1) for axis in (0, 1)]
         sizes = [len(source[axis]) for axis in (0, 1)]
