@@ -258,7 +258,7 @@ FACTS = {
     },
     "convert": {"src", "dst", "from", "to", "reading", "tensors", "files", "bytes_out", "seconds"},
     "dequantize": {"src", "dst", "dtype", "reading", "tensors", "files", "bytes_in", "bytes_out", "seconds"},
-    "doctor": {"python", "platform", "cores", "cpu", "packages", "extras", "gpus"},
+    "doctor": {"python", "platform", "cores", "cpu", "packages", "extras", "layouts", "gpus"},
 }
 
 
@@ -466,6 +466,17 @@ def test_doctor_without_any_extra(monkeypatch):
     facts = module.doctor().facts
     assert facts["gpus"] == []
     assert all(state.startswith("run: pip install") for state in facts["extras"].values())
+
+
+def test_doctor_says_what_moves_layouts(monkeypatch):
+    from halfbyte.tools import doctor as module
+
+    monkeypatch.setattr(module.compiled, "missing", lambda: None)
+    assert module.doctor().facts["layouts"] == "compiled by Numba"
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "numba", None)
+    reason = "numba is not installed; run: pip install 'halfbyte[cpu]'"
+    assert module.doctor().facts["layouts"] == f"moved by NumPy: {reason}"
 
 
 def test_doctor_survives_a_broken_torch(monkeypatch):

@@ -15,6 +15,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -30,6 +32,10 @@ SMALLEST: Final = 8
 BLOCK: Final = 8
 """Tiles along the inner axis before the outer one moves on, where a tile has more than FEW lines."""
 FEW: Final = 32
+"""Lines of a tile, loaded and stored, that a cache holds beside those of its neighbours."""
+PIECE: Final = 8
+SLOW: Final = 20
+"""What a byte costs that is moved alone; one in a tile costs 1, and ``PIECE`` by the bytes of a load and of a store."""
 
 _LOCK: Final = threading.Lock()
 _COMPILED: Final[dict[Any, Callable[..., None]]] = {}
@@ -116,36 +122,43 @@ def bits_of(source: Any, target: Any, axis: int) -> list[Bit]:
 
 
 def tiles(bits: int, source: Places, target: Places) -> Tiles | None:
-    """The tile of a move, or None where its addresses have too few bits that are those of both sides."""
+    """The tile that moves these elements in the least time, or None where no bits of both sides make one."""
     found = [bit for axis in (0, 1) for bit in bits_of(source[axis], target[axis], axis)]
-    nibble = bits == 4
-    longest = (LINE.bit_length() - 1) + nibble
-    low = [_run(found, side, longest) for side in ("source", "target")]
-    size = LARGEST.bit_length() - 1 + nibble
-    while len({*low[0], *low[1]}) > size:
-        low[len(low[1]) >= len(low[0])].pop()
-    together = {*low[0], *low[1]}
-    if len(together) - nibble < SMALLEST.bit_length() - 1 or not all(len(run) >= nibble for run in low):
-        return None
+    nibble = int(bits == 4)
+    longest = LINE.bit_length() - 1 + nibble
+    runs = [_run(found, side, longest) for side in ("source", "target")]
+    best: Tiles | None = None
+    least = float(SLOW)
+    for load, store in product(*(range(len(run), nibble - 1, -1) for run in runs)):
+        together = {*runs[0][:load], *runs[1][:store]}
+        steps = [max((2 << bit.place for bit in together if bit.axis == axis), default=1) for axis in (0, 1)]
+        sizes = [len(source[axis]) for axis in (0, 1)]
+        tiled = prod(size // step * step for size, step in zip(sizes, steps, strict=True)) / prod(sizes)
+        cost = tiled * (1 + PIECE / (1 << load - nibble) + PIECE / (1 << store - nibble)) + (1 - tiled) * SLOW
+        if SMALLEST <= 1 << len(together) - nibble <= LARGEST and cost < least:
+            made = _tile(bits, together, (steps[0], steps[1]), load, store)
+            origins = _origins(made, source, target)
+            if not nibble or not any((at % 2).any() for at in [*origins, made.loads, made.stores]):
+                best, least = made, cost
+    return best
+
+
+def _tile(bits: int, together: set[Bit], steps: tuple[int, int], load: int, store: int) -> Tiles:
     by_source = sorted(together, key=lambda bit: abs(bit.source))
     by_target = sorted(together, key=lambda bit: abs(bit.target))
-    steps = [max((2 << bit.place for bit in together if bit.axis == axis), default=1) for axis in (0, 1)]
-    made = Tiles(
+    return Tiles(
         network=Network(
             bits=bits,
             order=tuple(by_source.index(bit) for bit in by_target),
             flips=frozenset(i for i, bit in enumerate(by_target) if (bit.source < 0) != (bit.target < 0)),
-            load=len(low[0]),
-            store=len(low[1]),
+            load=load,
+            store=store,
         ),
         tile=tuple(by_source),
-        steps=(steps[0], steps[1]),
-        loads=_sums([abs(bit.source) for bit in by_source[len(low[0]) :]]),
-        stores=_sums([abs(bit.target) for bit in by_target[len(low[1]) :]]),
+        steps=steps,
+        loads=_sums([abs(bit.source) for bit in by_source[load:]]),
+        stores=_sums([abs(bit.target) for bit in by_target[store:]]),
     )
-    if nibble and any((at % 2).any() for at in [*_origins(made, source, target), made.loads, made.stores]):
-        return None  # a line that begins in the middle of a byte
-    return made
 
 
 def _run(found: Sequence[Bit], side: str, longest: int) -> list[Bit]:
