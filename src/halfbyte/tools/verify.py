@@ -377,12 +377,13 @@ class _Scan:
         These bytes have been read before, and are not counted again.
         """
         layout = reduced(self.checkpoint.reading, self.checkpoint.dialect.divides).scale_layout
-        *experts, n, k = module.shape
-        rows, blocks = prod(experts) * n, k // BLOCK
         columns = module.stack is not None and module.stack.columns
-        if self.sample is not None or columns or n % TILE or k % BLOCK or tensor.nbytes != rows * blocks:
+        if self.sample is not None or columns or len(module.shape) < 2:
             return
-        if not readable(rows, blocks, layout):
+        n, k = module.shape[-2:]
+        rows, blocks = prod(module.shape[:-1]), k // BLOCK
+        whole = n % TILE == 0 and k % BLOCK == 0 and tensor.nbytes == rows * blocks
+        if not whole or not readable(rows, blocks, layout):
             return
         starts = tiles(rows, blocks)
         scales = np.empty((len(starts), TILE * blocks), np.uint8)
