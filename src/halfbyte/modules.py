@@ -30,6 +30,9 @@ COMFY_METADATA: Final = "_quantization_metadata"
 COMFY_TENSOR: Final = "comfy_quant"
 """A key in a file's metadata and the suffix of a tensor: marks of ComfyUI, which tell how a weight is stored."""
 
+SHARD_METADATA: Final = "halfbyte.shard"
+"""Key in a file's metadata: JSON {"mode": "tensor" or "expert", "rank": r, "degree": n, ...}, of one rank's part."""
+
 
 @dataclass(frozen=True)
 class Reading:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from halfbyte.casts import as_nvfp4, scale2_exponents
 from halfbyte.checkpoint.consistency import config_facts, header_findings, quantized
 from halfbyte.checkpoint.header import Header
@@ -32,8 +30,9 @@ from halfbyte.experts import (
 )
 from halfbyte.findings import Finding, Report, in_order
 from halfbyte.modules import COMFY_METADATA, QUANTIZED, Module, Reading, Stack, refuse_broken
-from halfbyte.stored import CHUNK, Stored, View, byte_count, read_into
+from halfbyte.stored import Stored, View, byte_count
 from halfbyte.tasks import Meter, Progress, Step, Where
+from halfbyte.tools.base import same_bytes
 from halfbyte.writing import File, Work, Writing, dropped_files, opened, write_checkpoint, write_side_files
 
 
@@ -365,7 +364,7 @@ def _prove(checkpoint: Checkpoint, modules: Sequence[Module], result: Path, mete
                 same = (
                     _meaning(checkpoint, module, role) == _meaning(other, twin, role)
                     if role in ("scale2", "input_scale", "scale")
-                    else _same_bytes(mine, twin.roles[role])
+                    else same_bytes(mine, twin.roles[role])
                 )
                 if not same:
                     raise FormatError("the proof failed: a tensor differs from its source", tensor=mine.name)
@@ -374,7 +373,7 @@ def _prove(checkpoint: Checkpoint, modules: Sequence[Module], result: Path, mete
             companions = {t.name: t for t in twin.unknown}
             for mine in module.unknown:
                 there = companions.pop(mine.name, None)
-                if there is None or not _same_bytes(mine, there):
+                if there is None or not same_bytes(mine, there):
                     raise FormatError("the proof failed: a tensor differs from its source", tensor=mine.name)
                 meter.add(mine.nbytes)
                 compared += 1
@@ -388,18 +387,3 @@ def _prove(checkpoint: Checkpoint, modules: Sequence[Module], result: Path, mete
 def _meaning(checkpoint: Checkpoint, module: Module, role: str) -> bytes:
     value = checkpoint.read(module.roles[role])
     return bytes(checkpoint.dialect.meaning(module, role, value, checkpoint.original).tobytes())
-
-
-def _same_bytes(mine: Stored, theirs: Stored) -> bool:
-    if mine.nbytes != theirs.nbytes:
-        return False
-    made = any(isinstance(t, View) and not t.in_place for t in (mine, theirs))
-    step = max(mine.nbytes, 1) if made else CHUNK  # what is made is made whole
-    buffers = [np.empty(min(step, mine.nbytes), np.uint8) for _ in range(2)]
-    for start in range(0, mine.nbytes, step):
-        pieces = [buffer[: min(step, mine.nbytes - start)] for buffer in buffers]
-        read_into(mine, start, pieces[0])
-        read_into(theirs, start, pieces[1])
-        if not np.array_equal(pieces[0], pieces[1]):
-            return False
-    return True
