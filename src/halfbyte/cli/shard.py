@@ -26,7 +26,9 @@ AXES = {
 @click.argument("dst")
 @click.option("--tp", type=int, metavar="N", help="Ranks of tensor parallelism: layers are cut.")
 @click.option("--ep", type=int, metavar="N", help="Ranks of expert parallelism: experts are dealt.")
-@click.option("--multiple", type=int, default=16, show_default=True, help="K of 4-bit layers is cut at multiples of it.")
+@click.option(
+    "--multiple", type=int, default=16, show_default=True, help="K of 4-bit layers is cut at multiples of it."
+)
 @click.option("--vocab", is_flag=True, help="Cut embeddings and output heads, too.")
 @click.option("--column", multiple=True, metavar="PATTERN", help="These modules are column-parallel: cut along N.")
 @click.option("--row", multiple=True, metavar="PATTERN", help="These modules are row-parallel: cut along K.")
