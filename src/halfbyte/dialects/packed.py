@@ -21,7 +21,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from halfbyte.weight import Weight
 
 _BESIDE = {"bias": "bias", "k_scale": "k_scale", "v_scale": "v_scale"}
 _METHOD = "halfbyte"
+
+_COPIES: Final[Mapping[Plane, int]] = {"codes": 5, "scales": 14}
+"""What packing takes: codes one to a byte, twice over, and the result; indices of 8 bytes into a table of scales."""
 
 Shape = tuple[int, int]
 
@@ -105,7 +108,7 @@ class Packed(Dialect):
         made |= {name: Stored(module.member(name), "F32", ()) for name in self.layout.extras}
         buffers = []
         for name, stored in made.items():
-            planes = tuple(self.layout.buffers.get(name, ("scales",)))
+            planes: tuple[Plane, ...] = tuple(self.layout.buffers.get(name, ("scales",)))
             pack = Pack(self.layout.key, (n, k), name, planes)
             buffers.append(Output(stored, (Piece(0, tuple(module.roles[plane] for plane in planes), pack),)))
         return [*buffers, *(o for o in found if o.stored.name not in in_buffers)]
@@ -212,7 +215,11 @@ class Unpack:
     shape: Shape
     plane: Plane
     extras: tuple[Stored, ...] = ()
-    copies: ClassVar[int] = 12
+
+    @property
+    def copies(self) -> int:
+        """Memory that it takes, in times of what it makes."""
+        return _COPIES[self.plane]
 
     def __call__(self, raw: Any) -> Any:
         """(bytes,) u8 to (N, K/2) or (N, K/16) u8."""
@@ -242,8 +249,12 @@ class Pack:
     key: str
     shape: Shape
     buffer: str
-    planes: tuple[str, ...]
-    copies: ClassVar[int] = 12
+    planes: tuple[Plane, ...]
+
+    @property
+    def copies(self) -> int:
+        """Memory that it takes, in times of what it is made of."""
+        return _COPIES[self.planes[-1] if len(self.planes) == 1 else "codes"]
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         """The buffer, (bytes,) u8, or the f32 number."""

@@ -186,7 +186,7 @@ class _Convert(Work):
         self.task_bytes = self._made.task_bytes
         views = [t for m in self._modules for t in m.roles.values() if isinstance(t, View) and not t.in_place]
         made = [*views, *(m.roles["codes"] for m in self._modules if m.name in self._shapes)]
-        self.check_bytes += 2 * max((12 * t.nbytes for t in made), default=0)
+        self.check_bytes += max((8 * t.nbytes for t in made), default=0)
         self.facts |= {
             "tensors": _listed(outputs, checkpoint),
             "bytes_out": sum(byte_count(o.stored.dtype, o.stored.shape) for o in outputs),
