@@ -37,6 +37,7 @@ _HOMES = {
     "quantize": "recipes",
     "quantize_checkpoint": "tools.quantize",
     "scale_report": "underflow",
+    "shard": "tools.shard",
     "to_fp8": "lossy",
     "to_int8": "lossy",
     "unpack": "ops",
@@ -77,6 +78,7 @@ __all__ = [
     "quantize",
     "quantize_checkpoint",
     "scale_report",
+    "shard",
     "to_fp8",
     "to_int8",
     "unpack",
@@ -103,6 +105,7 @@ if TYPE_CHECKING:
     from halfbyte.tools.diff import diff
     from halfbyte.tools.inspect import inspect
     from halfbyte.tools.quantize import quantize_checkpoint
+    from halfbyte.tools.shard import shard
     from halfbyte.tools.verify import verify
     from halfbyte.underflow import scale_report
     from halfbyte.weight import Weight

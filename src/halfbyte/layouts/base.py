@@ -435,6 +435,11 @@ class Layout:
         return 1, 1
 
     @property
+    def refuses(self) -> str:
+        """The values that ``refuse`` refuses, in words."""
+        return "NaN and negative block scales"
+
+    @property
     def scale_block(self) -> tuple[int, int]:
         """The rows and columns of the weight that share a byte of the stored scales."""
         return 1, BLOCK
