@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -211,6 +212,52 @@ def test_codes_of_the_dtype_f4(tmp_path):
 
     halfbyte.shard(make(tmp_path / "src", tensors()), tmp_path / "out", tp=2)
     check_ranks(tmp_path / "out", 2, lambda rank: tensors(rank, 2))
+
+
+def low_rank(rank=0, degree=1):
+    """SVDQuant's factors: the one along the axis that is cut is cut with it."""
+    tensors = {}
+    for name, (n, k), axis in (("up_proj", (64, 32), 0), ("down_proj", (32, 64), 1)):
+        tensors |= named("modelopt", f"m.{name}", roles_of(nvfp4(n, k), axis, rank, degree))
+        a, b = floats(4, k, 1), floats(n, 4, 2)
+        tensors[f"m.{name}.svdquant_lora_a"] = share(a, 1, rank, degree) if axis == 1 else a
+        tensors[f"m.{name}.svdquant_lora_b"] = share(b, 0, rank, degree) if axis == 0 else b
+    return tensors
+
+
+def test_low_rank_factors(tmp_path):
+    halfbyte.shard(make(tmp_path / "src", low_rank()), tmp_path / "out", tp=2)
+    check_ranks(tmp_path / "out", 2, lambda rank: low_rank(rank, 2))
+
+
+def test_weights_of_other_formats(tmp_path):
+    """An INT8 layer is whole by --keep, and is not cut unasked or by halves."""
+    tensors = named("modelopt", "m.up_proj", nvfp4(32, 32)) | {
+        "m.down_proj.weight": np.zeros((32, 32), np.int8),
+        "m.down_proj.weight_scale": np.ones(32, np.float32),
+    }
+    src = make(tmp_path / "src", tensors)
+    ran = call("shard", src, tmp_path / "out", "--tp", 2)
+    check_failure(ran, 2, "m.down_proj", "a weight of this form is not cut", "--keep")
+    assert call("shard", src, tmp_path / "out", "--tp", 2, "--keep", "m.down_proj").rc == 0
+    found = tensors_of(rank_of(tmp_path / "out", 1, 2))
+    assert found == tensors_of(src)  # up_proj has no counterpart left
+
+
+def test_memory_is_what_the_dry_run_says(tmp_path):
+    tensors = {}
+    for i in range(3):
+        tensors |= named("modelopt", f"m.{i}.up_proj", nvfp4(4096, 2048, i))
+        tensors |= named("modelopt", f"m.{i}.down_proj", nvfp4(2048, 4096, i))
+    src = make(tmp_path / "src", tensors)
+    told = halfbyte.shard(src, tmp_path / "x", tp=2, dry_run=True, workers=1).facts["peak_bytes"]
+    tracemalloc.start()
+    try:
+        halfbyte.shard(src, tmp_path / "x", tp=2, workers=1)
+        there = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert there < told < 4 * there
 
 
 def fp8_layers(rank=0, degree=1):
