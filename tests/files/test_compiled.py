@@ -258,6 +258,14 @@ print(*executor(order, a.shape))
     assert done.stdout == "numpy numba is not installed; run: pip install 'halfbyte[cpu]'\n"
 
 
+@needs_numba
+def test_numba_that_may_not_compile(monkeypatch):
+    import numba
+
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
+    assert compiled.missing() == "NUMBA_DISABLE_JIT is set"
+
+
 def test_a_numba_that_fails(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
     assert compiled.missing() == "numba is not installed; run: pip install 'halfbyte[cpu]'"
@@ -291,6 +299,10 @@ def test_arrays_that_do_not_fit():
     for source, target in ((good[:255], good), (good, good[:255]), (good[::2], good), (good.view(np.int8), good)):
         with pytest.raises(LayoutError, match="does not fit"):
             move.run(source, target)
+    fixed = good.copy()
+    fixed.setflags(write=False)
+    with pytest.raises(LayoutError, match="the target is read-only"):
+        move.run(good, fixed)
     with pytest.raises(LayoutError, match="a place before the first"):
         compiled.Move(8, places, compiled.Places(-np.arange(16), np.arange(16)))
 

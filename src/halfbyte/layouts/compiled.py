@@ -44,14 +44,14 @@ _COMPILED: Final[dict[Any, Callable[..., None]]] = {}
 def missing() -> str | None:
     """None where Numba is at hand, else what to do; this imports it."""
     try:
-        import numba  # noqa: F401
+        from numba import config
     except ModuleNotFoundError as error:
         if error.name == "numba":
             return "numba is not installed; run: pip install 'halfbyte[cpu]'"
         return f"numba cannot be imported: {error}"
     except ImportError as error:
         return f"numba cannot be imported: {error}"
-    return None
+    return "NUMBA_DISABLE_JIT is set" if getattr(config, "DISABLE_JIT", 0) else None
 
 
 class Places(NamedTuple):
@@ -228,11 +228,13 @@ class Move:
         """Move the elements of one array of bytes to another, both contiguous u8.
 
         Raises:
-            LayoutError: an array that is shorter than the places reach.
+            LayoutError: an array that is shorter than the places reach, or a target that is read-only.
         """
         for what, a, needed in zip(("source", "target"), (source, target), self._needs, strict=True):
             if a.size < needed or a.dtype != np.uint8 or not a.flags.c_contiguous:
                 raise LayoutError(f"the {what} does not fit", got=f"{a.dtype} {a.shape}", expected=f"{needed} u8")
+        if not target.flags.writeable:
+            raise LayoutError("the target is read-only")
         if self.tiles is not None:
             _tile_code(self.tiles.network)(source.ctypes.data, target.ctypes.data, *self._tile_arguments)
         for edge in self._edges:
