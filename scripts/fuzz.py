@@ -156,6 +156,9 @@ def one(raw: bytes) -> None:
         form = data.PickValueInList(["split", "stacked", "stacked-rows", "stacked-columns"])
         options = {"experts": form, "mxfp4": data.PickValueInList([None, "keep", "nvfp4"]), "lossy": data.ConsumeBool()}
         options["reading"] = halfbyte.Reading(gate_up=data.PickValueInList([None, *ORDERS]))
+        layout = data.PickValueInList(
+            ["rows", "atoms128x4", "marlin", "marlin(scale_format=s0e5m3, lossy=True)", "gguf"]
+        )
         build(data, folder / "in")
         for act in (
             lambda: halfbyte.inspect(folder / "in", stats=True),
@@ -163,6 +166,10 @@ def one(raw: bytes) -> None:
             lambda: halfbyte.convert(folder / "in", folder / "ct", to="compressed-tensors", prove=True, workers=1),
             lambda: halfbyte.convert(folder / "in", folder / "mo", to="modelopt", prove=True, workers=1),
             lambda: halfbyte.convert(folder / "in", folder / "ex", to="modelopt", prove=True, workers=1, **options),
+            lambda: halfbyte.convert(folder / "in", folder / "packed", layout=layout, prove=True, workers=1),
+            lambda: halfbyte.convert(folder / "packed", folder / "back", to="modelopt", prove=True, workers=1),
+            lambda: halfbyte.shard(folder / "in", folder / "tp", tp=2, vocab=True, row=["*b*"], workers=1),
+            lambda: halfbyte.shard(folder / "in", folder / "ep", ep=2, workers=1),
             lambda: halfbyte.diff(folder / "in", folder / "in", workers=1),
             lambda: halfbyte.dequantize_checkpoint(folder / "in", folder / "dense", workers=1),
             lambda: halfbyte.quantize_checkpoint(folder / "in", folder / "q", workers=1),

@@ -312,7 +312,8 @@ EXPLANATIONS: Final[dict[str, str]] = {
         "An MXFP4 weight became NVFP4 with `--lossy`, and some of its values changed: its block scales span more than "
         "the 17 powers of two that E4M3 holds under one second scale, so the codes of its smallest blocks were rounded "
         "to nearest. The number is the relative Frobenius error of the whole weight. Keep such layers as MXFP4 with "
-        "`--mxfp4 keep` where the engine takes them."
+        "`--mxfp4 keep` where the engine takes them. Or a weight was packed in a layout with `lossy=True`, "
+        "whose form of block scales lost some: `marlin` with `scale_format=e4m3` or `dtype=float16` loses none."
     ),
     # diff
     "HB401": (

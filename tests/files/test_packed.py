@@ -323,6 +323,16 @@ def test_wrong_use(case, tmp_path):
     assert leftovers(tmp_path) == ["src"]
 
 
+def test_another_tensor_of_the_weights_name(tmp_path):
+    """A stack that is packed in parts, and a vector of an expert's own name."""
+    p = "m.experts"
+    made = stacked_experts(p, expert_weights(2, 16, 16))
+    src = make(tmp_path / "src", made | {f"{p}.0.up_proj": np.ones(4, np.float32)}, {"model_type": "qwen3_moe"})
+    report = halfbyte.convert(src, tmp_path / "packed", layout="rows", prove=True)
+    assert report.facts["proven"] == 2 * 3 * 3 + 1
+    assert tensors_of(tmp_path / "packed")[f"{p}.0.up_proj"] == tensors_of(src)[f"{p}.0.up_proj"]
+
+
 def test_nothing_to_pack(tmp_path):
     src = make(tmp_path / "src", {f"m.proj.{n}": t for n, t in fp8(16, 16).items()})
     with pytest.raises(UsageError, match="there is no NVFP4 weight to pack"):

@@ -558,6 +558,13 @@ REFUSED = {
         "have no known place in a part",
         "",
     ),
+    "a module twice": (
+        {"m.experts.up": np.zeros((2, 8, 8), BF16), "m.experts.up.weight": floats(16, 16)},
+        {"ep": 2},
+        "m.experts.up",
+        "a module is stored twice",
+        "",
+    ),
     "a KV scale for each head": (
         small() | {f"{ATTENTION}.k_proj.k_scale": np.ones(4, np.float32)},
         {"tp": 2},

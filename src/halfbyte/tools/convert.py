@@ -185,7 +185,7 @@ class _Convert(Work):
         self.checked_bytes = sum(t.nbytes for m in self._modules for t in m.tensors) if prove else 0
         self.task_bytes = self._made.task_bytes
         views = [t for m in self._modules for t in m.roles.values() if isinstance(t, View) and not t.in_place]
-        made = [*views, *(m.roles["codes"] for m in self._modules if m.name in self._shapes)]
+        made = [*views, *(m.roles["codes"] for m in self._modules if self._layout and m.kind == "nvfp4")]
         self.check_bytes += max((8 * t.nbytes for t in made), default=0)
         self.facts |= {
             "tensors": _listed(outputs, checkpoint),

@@ -118,7 +118,11 @@ def _refuse_source(checkpoint: Checkpoint) -> None:
     file = str(checkpoint.path)
     if stated is not None:
         raise UsageError("this is the part of one rank already", file=file, got=stated[:80], hint="shard the whole")
+    names: set[str] = set()
     for module in checkpoint.modules:
+        if module.name in names:
+            raise FormatError("a module is stored twice", file=file, tensor=module.name)
+        names.add(module.name)
         if any(isinstance(t, View) for t in module.roles.values()):
             hint = "run halfbyte convert --to modelopt first"
             raise UsageError("packed buffers are not cut", file=file, got=module.name, hint=hint)
@@ -196,7 +200,7 @@ class _Shard(Work):
             ranks.append({"rank": rank, "path": self._folder(rank), "tensors": len(made.outputs), "bytes": nbytes})
             members: dict[str, list[Output]] = defaultdict(list)
             for output in made.outputs:
-                members[f"{self._folder(rank)}/{Path(output.sources[0].file).name}"].append(output)
+                members[f"{self._folder(rank)}/{os.path.basename(output.sources[0].file)}"].append(output)
             for name, some in members.items():
                 self._made[name], self._members[name] = made, some
                 copies, metadata = made.copies(some), self._metadata(rank, some, made.originals)
