@@ -195,17 +195,24 @@ def _flipped(order: Order, lead: int) -> tuple[int, ...]:
 
 
 def arrange(order: Order, a: Array) -> Array:
-    """Run ``order`` forwards with the executor of a's library."""
+    """Run ``order`` forwards with the executor of a's library; that of CUDA tensors is ``halfbyte.layouts.cuda``."""
+    if _on_cuda(order, a, a.shape, codes=False):
+        return _cuda().run(order, a, tuple(a.shape[-2:]), 8, back=False)
     return arrange_torch(order, a) if is_torch(a) else arrange_numpy(order, a)
 
 
 def restore(order: Order, flat: Array, shape: tuple[int, int]) -> Array:
     """Run ``order`` backwards with the executor of flat's library."""
+    if _on_cuda(order, flat, (*flat.shape[:-1], *shape), codes=False):
+        return _cuda().run(order, flat, shape, 8, back=True)
     return restore_torch(order, flat, shape) if is_torch(flat) else restore_numpy(order, flat, shape)
 
 
 def arrange_codes(order: Order, codes: Array) -> Array:
     """Packed codes (*E, N, K/2) to packed codes in memory order, (*E, ceil(count/2))."""
+    shape = codes.shape[-2], 2 * codes.shape[-1]
+    if _on_cuda(order, codes, (*codes.shape[:-2], *shape), codes=True):
+        return _cuda().run(order, codes, shape, 4, back=False)
     whole = order.whole_bytes()
     if whole is not None:
         return arrange(whole, _swap(codes) if order.high_first else codes)
@@ -214,12 +221,26 @@ def arrange_codes(order: Order, codes: Array) -> Array:
 
 def restore_codes(order: Order, flat: Array, shape: tuple[int, int]) -> Array:
     """The inverse of arrange_codes; ``shape`` is (N, K) with K even."""
+    if _on_cuda(order, flat, (*flat.shape[:-1], *shape), codes=True):
+        return _cuda().run(order, flat, shape, 4, back=True)
     n, k = shape
     whole = order.whole_bytes()
     if whole is not None:
         codes = restore(whole, flat, (n, k // 2))
         return _swap(codes) if order.high_first else codes
     return _pack(restore(order, _unpack(flat)[..., : order.count(shape)], shape))
+
+
+def _on_cuda(order: Order, a: Any, shape: Sequence[int], codes: bool) -> bool:
+    """Whether Triton moves this; if not, PyTorch does."""
+    bytes_on_cuda = is_torch(a) and a.is_cuda and a.dtype.itemsize == 1
+    return bytes_on_cuda and _cuda().refuse(order, shape, codes=codes) is None
+
+
+def _cuda() -> Any:
+    from halfbyte.layouts import cuda
+
+    return cuda
 
 
 def _swap(packed: Array) -> Array:

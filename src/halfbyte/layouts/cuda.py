@@ -11,7 +11,7 @@ A move is planned once for a statement, shape and direction, and compiled once f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -30,9 +30,6 @@ MOST: Final = 3
 ALIGNED: Final = 16
 """What addresses are multiples of: the compiler's condition for vector loads."""
 
-_COMPILED: Final[dict[tuple[Plan, int], Any]] = {}
-
-
 class Bit(NamedTuple):
     """Bit ``place`` of a digit."""
 
@@ -48,7 +45,7 @@ class Step(NamedTuple):
     second: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The constants of a move; see ``cuda_kernel.move``.
 
@@ -58,13 +55,15 @@ class Plan:
         tiles: of an expert.
         target: bytes of an expert in the target.
         constants: of the kernel, by name.
+        compiled: the kernel, by the number of the device.
     """
 
     word: int
     tile: int
     tiles: int
     target: int
-    constants: tuple[tuple[str, Any], ...]
+    constants: dict[str, Any]
+    compiled: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -164,7 +163,7 @@ def plan(order: Order, shape: tuple[int, int], bits: int, back: bool) -> Plan | 
         tile=(1 << len(tile)) * bits // 8,
         tiles=constants["TILES"],
         target=target.size * bits // 8,
-        constants=tuple(constants.items()),
+        constants=constants,
     )
 
 
@@ -330,14 +329,13 @@ def _launch(made: Plan, source: Any, target: Any, programs: int) -> None:
 
     from halfbyte.layouts.cuda_kernel import move
 
-    values = [value for _, value in made.constants]
+    values = made.constants.values()
     if source.device.type != "cuda":  # the interpreter
         move[(programs,)](source, target, *values, num_warps=WARPS)
         return
     with torch.cuda.device(source.device):
-        key = made, source.device.index
-        compiled = _COMPILED.get(key)
+        compiled = made.compiled.get(source.device.index)
         if compiled is None:
-            _COMPILED[key] = move[(programs,)](source, target, *values, num_warps=WARPS)
+            made.compiled[source.device.index] = move[(programs,)](source, target, *values, num_warps=WARPS)
         else:
             compiled[(programs, 1, 1)](source, target, *values)
