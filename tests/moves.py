@@ -1,6 +1,6 @@
 """Moves by the CUDA executor against those by NumPy; as a script, on the CPU, in Triton's interpreter.
 
-    TRITON_INTERPRET=1 python -m moves
+TRITON_INTERPRET=1 python -m moves
 """
 
 from __future__ import annotations

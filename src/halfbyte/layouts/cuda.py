@@ -30,6 +30,7 @@ MOST: Final = 3
 ALIGNED: Final = 16
 """What addresses are multiples of: the compiler's condition for vector loads."""
 
+
 class Bit(NamedTuple):
     """Bit ``place`` of a digit."""
 
@@ -115,7 +116,10 @@ def plan(order: Order, shape: tuple[int, int], bits: int, back: bool) -> Plan | 
     source, target = _matrix(order, digits, shape), _memory(order, digits)
     if back:
         source, target = target, source
-    runs = [[Bit(d, i) for d in reversed(side.order) for i in range((digits[d] - 1).bit_length())] for side in (source, target)]
+    runs = [
+        [Bit(d, i) for d in reversed(side.order) for i in range((digits[d] - 1).bit_length())]
+        for side in (source, target)
+    ]
     for word in (8, 4, 2, 1):
         elements = word * 8 // bits
         whole = [side.take(elements, run) for side, run in zip((source, target), runs, strict=True)]
@@ -179,7 +183,7 @@ def _matrix(order: Order, digits: dict[str, int], shape: tuple[int, int]) -> _Si
 
 
 def _memory(order: Order, digits: dict[str, int]) -> _Side:
-    """The memory order, bounded by the counts of the digits that have no size; a digit that runs backwards steps down."""
+    """The memory order, bounded by the digits that have no size; one that runs backwards steps down."""
     steps, size = {}, 1
     n, k = (next(d for d in axis if d not in dict(order.sizes)) for axis in order.axes)
     for d in reversed(order.memory):
@@ -210,7 +214,8 @@ def _stages(
     back: bool,
 ) -> tuple[tuple[int, ...], list[Bit]]:
     """What makes words of the target of words of the source, and ``out`` in the order in which ``into`` replaces it."""
-    now, stages, width = list(source), [], len(source)
+    now, width = list(source), len(source)
+    stages: list[int] = []
 
     def mask(clear: int, given: int | None = None) -> int:
         """Ones in the elements whose number has bit ``clear`` 0 and bit ``given`` 1."""
@@ -324,7 +329,7 @@ def run(order: Order, a: Any, shape: tuple[int, int], bits: int, back: bool) -> 
 
 
 def _launch(made: Plan, source: Any, target: Any, programs: int) -> None:
-    """Run the kernel; the second time without the look-up of its many constants, which takes longer than small moves."""
+    """Run the kernel; after the first time without Triton's look-up by its constants, which outlasts a small move."""
     import torch
 
     from halfbyte.layouts.cuda_kernel import move

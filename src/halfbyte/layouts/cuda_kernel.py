@@ -54,13 +54,13 @@ def move(
         WIDE: whether offsets inside a tile need 64 bits.
         TABLES: how many vectors are loaded, and how many others are made of them and stored.
         SOURCE: words of an expert, the first word's place, whether there are bounds, and the two bounds.
-        SOURCE_TILES: the digits of a tile's number; for each its size, and its step in words and in both bounded counts.
+        SOURCE_TILES: the digits of a tile's number, each its size and its step in words and both bounded counts.
         SOURCE_WORDS: likewise, of the number of a word in a vector.
         SOURCE_TABLES: for each vector its step in words and in both bounded counts.
-        TARGET: as SOURCE, and so on.
-        TARGET_TILES: see there.
-        TARGET_WORDS: see there.
-        TARGET_TABLES: see there.
+        TARGET: as SOURCE.
+        TARGET_TILES: as SOURCE_TILES.
+        TARGET_WORDS: as SOURCE_WORDS.
+        TARGET_TABLES: as SOURCE_TABLES.
         SHAPE: the digits of a word's number in the source.
         ORDER: these digits in the target's order.
         STAGES: for each (kind, shift, mask): kind 0, 1, 2 exchanges the bits of a mask, shifted, with those of the
@@ -83,9 +83,9 @@ def move(
         place = origin + (step + SOURCE_TABLES[3 * v])
         if SOURCE[2]:
             there = (first + SOURCE_TABLES[3 * v + 1] < SOURCE[3]) & (second + SOURCE_TABLES[3 * v + 2] < SOURCE[4])
-            xs = xs + (tl.load(place, mask=there, other=0),)  # noqa: RUF005
+            xs = xs + (tl.load(place, mask=there, other=0),)
         else:
-            xs = xs + (tl.load(place),)  # noqa: RUF005
+            xs = xs + (tl.load(place),)
 
     for s in tl.static_range(len(STAGES) // 3):
         ys = ()
@@ -103,7 +103,7 @@ def move(
             else:
                 high = (xs[v] >> STAGES[3 * s + 1]) & STAGES[3 * s + 2]
                 y = high | ((xs[v] & STAGES[3 * s + 2]) << STAGES[3 * s + 1])
-            ys = ys + (y,)  # noqa: RUF005
+            ys = ys + (y,)
         xs = ys
 
     at, first, second = _sums(tile, TARGET_TILES)
