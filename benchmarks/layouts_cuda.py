@@ -113,7 +113,7 @@ def measure(shape: tuple[int, int]) -> Iterator[dict[str, Any]]:
         ]
         if size not in copies:
             copies[size] = seconds(torch.clone, inputs)
-        reason = cuda.refuse(order, grid, codes=codes)
+        name, why = cuda.executor(order, grid, codes=codes)
         forwards, back = moves(plane, order, grid)
         stored = [forwards(x) for x in inputs]
         if not torch.equal(stored[0], eager(plane, order, inputs[0])):
@@ -128,7 +128,7 @@ def measure(shape: tuple[int, int]) -> Iterator[dict[str, Any]]:
                 "direction": direction,
                 "shape": list(shape),
                 "bytes": size,
-                "executor": "triton" if reason is None else f"torch: {reason}",
+                "executor": f"{name}: {why}",
                 "microseconds": round(taken * 1e6, 2),
                 "gigabytes_per_second": round((size + stored[0].nbytes) / taken / 1e9, 1),
                 "copy_microseconds": round(copies[size] * 1e6, 2),

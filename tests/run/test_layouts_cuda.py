@@ -13,7 +13,8 @@ import torch
 
 import moves
 from contract import VARIANTS, fitting
-from halfbyte.layouts import LAYOUTS, Columns, Marlin, cuda
+from halfbyte.errors import LayoutError
+from halfbyte.layouts import LAYOUTS, Columns, Marlin, NPacked, Order, cuda
 from halfbyte.layouts.base import arrange, arrange_codes, restore, restore_codes
 from helpers import assert_same_bytes, random_weight
 
@@ -37,6 +38,38 @@ def test_as_numpy_in_the_interpreter():
     moved, golden = map(int, done.stdout.split())
     assert moved > 100
     assert golden == len(moves.PLANES)
+
+
+@pytest.mark.parametrize(
+    ("order", "shape", "codes", "reason"),
+    [
+        (Columns(align=7).codes, (14, 32), True, "digit a has 7 values, which is no power of two"),
+        (Order("n k -> n -k"), (4, 32), False, "digit k has no size and runs backwards"),
+        (NPacked().codes, (3, 16), True, "pairs of codes are not whole bytes, by digits of n=3, k=16"),
+        (NPacked().codes, (0, 16), True, "nothing to move"),
+        (NPacked().codes, (2**20, 2**16, 2**10), True, "more tiles than a launch takes"),
+    ],
+    ids=str,
+)
+@needs_triton
+def test_what_is_refused(order, shape, codes, reason):
+    assert cuda.refuse(order, shape, codes=codes) == reason
+    assert cuda.executor(order, shape, codes=codes) == ("torch", reason)
+
+
+@needs_triton
+def test_what_is_taken():
+    order = Marlin().codes
+    assert cuda.refuse(order, (2, 128, 256), codes=True) is None
+    assert cuda.executor(order, (2, 128, 256), codes=True) == ("triton", "4 tiles of 8192 bytes, by words of 8")
+    with pytest.raises(LayoutError, match="not the size of this order"):
+        cuda.run(order, torch.zeros(2, 100, dtype=torch.uint8), (128, 256), 4, back=True)
+
+
+def test_without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    reason = "triton is not installed; run: pip install 'halfbyte[cuda]'"
+    assert cuda.refuse(Marlin().codes, (64, 64), codes=True) == reason
 
 
 @pytest.mark.gpu

@@ -54,7 +54,8 @@ class Plan:
         word: bytes of a word.
         tile: bytes of a tile.
         tiles: of an expert.
-        target: bytes of an expert in the target.
+        source: bytes of an expert.
+        target: likewise, where they go.
         constants: of the kernel, by name.
         compiled: the kernel, by the number of the device.
     """
@@ -62,6 +63,7 @@ class Plan:
     word: int
     tile: int
     tiles: int
+    source: int
     target: int
     constants: dict[str, Any]
     compiled: dict[int, Any] = field(default_factory=dict)
@@ -127,7 +129,7 @@ def plan(order: Order, shape: tuple[int, int], bits: int, back: bool) -> Plan | 
         if all(whole) and not shape[1] % elements and vectors <= MOST:
             break
     else:
-        return f"a row or the whole has an odd number of codes: K = {shape[1]}, {order.count(shape)} in memory"
+        return f"pairs of codes are not whole bytes, by digits of {', '.join(f'{d}={n}' for d, n in digits.items())}"
     tile = _tile(runs, [*source.inside, *target.inside], max(TILE, TILE << vectors >> 1) * 8 // bits, RUN * 8 // bits)
     parts = {d: 1 << sum(bit.digit == d for bit in tile) for d in digits}
     counts = {d: -(-digits[d] // parts[d]) for d in digits}
@@ -166,6 +168,7 @@ def plan(order: Order, shape: tuple[int, int], bits: int, back: bool) -> Plan | 
         word=elements * bits // 8,
         tile=(1 << len(tile)) * bits // 8,
         tiles=constants["TILES"],
+        source=source.size * bits // 8,
         target=target.size * bits // 8,
         constants=constants,
     )
@@ -302,6 +305,16 @@ def refuse(order: Order, shape: Sequence[int], *, codes: bool = False) -> str | 
     return None
 
 
+def executor(order: Order, shape: Sequence[int], *, codes: bool = False) -> tuple[str, str]:
+    """What moves CUDA tensors, "triton" or "torch", and in words which tiles or why; arguments as of ``refuse``."""
+    reason = refuse(order, shape, codes=codes)
+    if reason:
+        return "torch", reason
+    made = plan(order, (shape[-2], shape[-1]), 4 if codes else 8, False)
+    assert isinstance(made, Plan)
+    return "triton", f"{made.tiles * prod(shape[:-2])} tiles of {made.tile} bytes, by words of {made.word}"
+
+
 def run(order: Order, a: Any, shape: tuple[int, int], bits: int, back: bool) -> Any:
     """Move (*E, ...) bytes of a torch tensor into memory order, (*E, bytes), or back to (*E, N, K * bits / 8).
 
@@ -311,21 +324,25 @@ def run(order: Order, a: Any, shape: tuple[int, int], bits: int, back: bool) -> 
         shape: (N, K), in elements.
         bits: 8 or 4.
         back: from memory order to the matrix.
+
+    Raises:
+        LayoutError: an order that is refused, or memory of another size.
     """
     import torch
 
     made = plan(order, shape, bits, back)
     if isinstance(made, str):
         raise LayoutError(f"the CUDA executor does not take this: {made}", got=str(order))
-    lead = a.shape[:-1] if back else a.shape[:-2]
+    lead, extent = (a.shape[:-1], a.shape[-1:]) if back else (a.shape[:-2], a.shape[-2:])
+    if prod(extent) != made.source:
+        raise LayoutError("not the size of this order", got=tuple(a.shape), expected=f"{made.source} bytes an expert")
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[made.word]
     source = a.contiguous().reshape(-1)
     if source.data_ptr() % ALIGNED:
         source = source.clone()
     target = torch.empty(prod(lead) * made.target, dtype=torch.uint8, device=a.device)
     _launch(made, source.view(torch.uint8).view(words), target.view(words), made.tiles * prod(lead))
-    extent = (shape[0], shape[1] * bits // 8) if back else (made.target,)
-    return target.view(a.dtype).reshape(*lead, *extent)
+    return target.view(a.dtype).reshape(*lead, *((shape[0], shape[1] * bits // 8) if back else (made.target,)))
 
 
 def _launch(made: Plan, source: Any, target: Any, programs: int) -> None:
