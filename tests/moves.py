@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 python -m moves
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from contract import VARIANTS
-from halfbyte.layouts import Order, cuda
+from halfbyte.layouts import Marlin, Order, cuda
 from halfbyte.layouts.base import arrange_codes, arrange_numpy
 from halfbyte.weight import to_numpy
 from orders import PLANES
@@ -85,5 +86,21 @@ def check_golden(device: str) -> int:
     return len(PLANES)
 
 
+def check_wide(device: str) -> None:
+    """With offsets of 64 bits, as for tiles that span more than 2^31 words."""
+    order, shape = Marlin().codes, (130, 96)
+    a = np.random.default_rng(0).integers(0, 256, (130, 48), np.uint8)
+    stored = arrange_codes(order, a)
+    for source, expected, back in ((a, stored, False), (stored, a, True)):
+        plan = cuda.plan(order, shape, 4, back)
+        assert isinstance(plan, cuda.Plan)
+        wide = dataclasses.replace(plan, constants=plan.constants | {"WIDE": True}, compiled={})
+        target = torch.empty(plan.target, dtype=torch.uint8, device=device).view(torch.int64)
+        assert plan.word == target.itemsize
+        cuda.launch(wide, torch.from_numpy(source).to(device).reshape(-1).view(torch.int64), target, plan.tiles)
+        assert np.array_equal(to_numpy(target.view(torch.uint8)), expected.reshape(-1))
+
+
 if __name__ == "__main__":
+    check_wide("cpu")
     print(check_all("cpu", random=40), check_golden("cpu"))

@@ -77,6 +77,7 @@ def test_without_triton(monkeypatch):
 @needs_gpu
 def test_as_numpy_on_a_gpu():
     assert moves.check_all("cuda", random=100) > 150
+    moves.check_wide("cuda")
     assert moves.check_golden("cuda") == len(moves.PLANES)
 
 

@@ -341,11 +341,11 @@ def run(order: Order, a: Any, shape: tuple[int, int], bits: int, back: bool) -> 
     if source.data_ptr() % ALIGNED:
         source = source.clone()
     target = torch.empty(prod(lead) * made.target, dtype=torch.uint8, device=a.device)
-    _launch(made, source.view(torch.uint8).view(words), target.view(words), made.tiles * prod(lead))
+    launch(made, source.view(torch.uint8).view(words), target.view(words), made.tiles * prod(lead))
     return target.view(a.dtype).reshape(*lead, *((shape[0], shape[1] * bits // 8) if back else (made.target,)))
 
 
-def _launch(made: Plan, source: Any, target: Any, programs: int) -> None:
+def launch(made: Plan, source: Any, target: Any, programs: int) -> None:
     """Run the kernel; after the first time without Triton's look-up by its constants, which outlasts a small move."""
     import torch
 
