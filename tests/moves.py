@@ -86,6 +86,22 @@ def check_golden(device: str) -> int:
     return len(PLANES)
 
 
+def stores(plan: cuda.Plan) -> Any:
+    """How often one expert's move writes each word of the target."""
+    words, base, masked, *bounds = plan.constants["TARGET"]
+    tables = np.reshape(plan.constants["TARGET_TABLES"], (-1, 3))
+    parts = [tables]
+    for name, count in (("TARGET_TILES", plan.tiles), ("TARGET_WORDS", plan.constants["WORDS"])):
+        number, sums = np.arange(count), np.zeros((count, 3), np.int64)
+        for size, *steps in np.reshape(plan.constants[name], (-1, 4))[::-1]:
+            sums += (number % size)[:, None] * np.array(steps)
+            number //= size
+        parts.append(sums)
+    at, first, second = np.moveaxis(parts[0] + parts[1][:, None] + parts[2][:, None, None], -1, 0)
+    there = (first < bounds[0]) & (second < bounds[1]) if masked else np.ones_like(at, bool)
+    return np.bincount(base + at[there], minlength=words)
+
+
 def check_wide(device: str) -> None:
     """With offsets of 64 bits, as for tiles that span more than 2^31 words."""
     order, shape = Marlin().codes, (130, 96)

@@ -22,6 +22,18 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
 
 
+def test_every_word_is_written_once():
+    """Tiles run in any order on a GPU, and in turn in the interpreter: there no second write shows."""
+    count = 0
+    for order, codes, shape in [*moves.statements(), *moves.any_statements(300)]:
+        for back in (False, True):
+            plan = cuda.plan(order, shape, 4 if codes else 8, back)
+            if isinstance(plan, cuda.Plan):
+                assert (moves.stores(plan) == 1).all(), (order, shape, back)
+                count += 1
+    assert count > 700
+
+
 @needs_triton
 def test_as_numpy_in_the_interpreter():
     tests = Path(moves.__file__).parent

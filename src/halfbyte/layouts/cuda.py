@@ -119,8 +119,7 @@ def plan(order: Order, shape: tuple[int, int], bits: int, back: bool) -> Plan | 
     if back:
         source, target = target, source
     runs = [
-        [Bit(d, i) for d in reversed(side.order) for i in range((digits[d] - 1).bit_length())]
-        for side in (source, target)
+        [Bit(d, i) for d in reversed(side.order) for i in range(_width(order, digits, d))] for side in (source, target)
     ]
     for word in (8, 4, 2, 1):
         elements = word * 8 // bits
@@ -172,6 +171,15 @@ def plan(order: Order, shape: tuple[int, int], bits: int, back: bool) -> Plan | 
         target=target.size * bits // 8,
         constants=constants,
     )
+
+
+def _width(order: Order, digits: dict[str, int], d: str) -> int:
+    """The bits of a digit that tiles may hold: all, but where others of its axis come before it no more than it fills.
+
+    There a value beyond the digit's last would be an element of the next value of those before.
+    """
+    size = digits[d]
+    return (size - 1).bit_length() if d in (order.axes[0][0], order.axes[1][0]) else (size & -size).bit_length() - 1
 
 
 def _matrix(order: Order, digits: dict[str, int], shape: tuple[int, int]) -> _Side:
