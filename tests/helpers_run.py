@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from halfbyte.kernels import KERNELS, Call, Kernel
+from halfbyte.kernels import KERNELS, Call, Kernel, LinearArgs
 from halfbyte.layouts import LAYOUTS
 from halfbyte.numerics import BLOCK, decode_e2m1, decode_e4m3
 from halfbyte.weight import Weight, float_dtype, to_numpy, to_torch
 
+LINEAR = [kernel for kernel in KERNELS if kernel.op == "linear"]
 DTYPES = ("float32", "bfloat16", "float16")
 HALF_ULP = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 """The last rounding, relative to the result; a float32 sum is not rounded again."""
@@ -76,12 +77,12 @@ def call_like(**changes: object) -> Call:
     return Call(**(fields | changes))
 
 
-def places() -> Iterator[tuple[Kernel, str, str]]:
-    """(kernel, library, device) wherever a kernel of KERNELS runs on this machine."""
+def places() -> Iterator[tuple[Kernel[LinearArgs, Call], str, str]]:
+    """(kernel, library, device) wherever a kernel for linear runs on this machine."""
     available = [("numpy", "cpu"), ("torch", "cpu")] + [("torch", "cuda")] * torch.cuda.is_available()
-    for kernel in KERNELS:
+    for kernel in LINEAR:
         for library, device in available:
-            if kernel.refuse(call_like(library=library, device=device)) is None:
+            if not kernel.refuse(call_like(library=library, device=device)):
                 yield kernel, library, device
 
 

@@ -24,6 +24,7 @@ _HOMES = {
     "Reading": "modules",
     "Report": "findings",
     "Weight": "weight",
+    "attention": "ops",
     "convert": "tools.convert",
     "dequantize_checkpoint": "tools.dequantize",
     "diff": "tools.diff",
@@ -36,12 +37,13 @@ _HOMES = {
     "quantize": "recipes",
     "quantize_checkpoint": "tools.quantize",
     "scale_report": "underflow",
+    "shard": "tools.shard",
     "to_fp8": "lossy",
     "to_int8": "lossy",
     "unpack": "ops",
     "verify": "tools.verify",
 }
-_MODULES = ("errors", "layouts", "nn")
+_MODULES = ("errors", "kernels", "layouts", "nn")
 _NAMED = {"open": "open_checkpoint"}
 
 __all__ = [
@@ -60,12 +62,14 @@ __all__ = [
     "Report",
     "Weight",
     "__version__",
+    "attention",
     "convert",
     "dequantize_checkpoint",
     "diff",
     "errors",
     "explain",
     "inspect",
+    "kernels",
     "layouts",
     "linear",
     "open",
@@ -74,6 +78,7 @@ __all__ = [
     "quantize",
     "quantize_checkpoint",
     "scale_report",
+    "shard",
     "to_fp8",
     "to_int8",
     "unpack",
@@ -81,7 +86,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from halfbyte import errors, layouts
+    from halfbyte import errors, kernels, layouts
     from halfbyte import nn as nn  # not in __all__: a star import must not need torch
     from halfbyte.checkpoint.reader import Checkpoint
     from halfbyte.checkpoint.reader import open_checkpoint as open  # noqa: A004 - torch and safetensors say open too
@@ -93,13 +98,14 @@ if TYPE_CHECKING:
     from halfbyte.layouts import Packed
     from halfbyte.lossy import to_fp8, to_int8
     from halfbyte.modules import Reading
-    from halfbyte.ops import Plan, linear, pack, plan, unpack
+    from halfbyte.ops import Plan, attention, linear, pack, plan, unpack
     from halfbyte.recipes import quantize
     from halfbyte.tools.convert import convert
     from halfbyte.tools.dequantize import dequantize_checkpoint
     from halfbyte.tools.diff import diff
     from halfbyte.tools.inspect import inspect
     from halfbyte.tools.quantize import quantize_checkpoint
+    from halfbyte.tools.shard import shard
     from halfbyte.tools.verify import verify
     from halfbyte.underflow import scale_report
     from halfbyte.weight import Weight

@@ -167,10 +167,10 @@ def as_nvfp4(module: Module, k: int, divides: bool) -> tuple[Module, float]:
     shape = (n, columns // 2)
     roles["codes"] = replace(codes, shape=shape, dtype="U8")
     if lost:
-        roles["codes"] = _viewed(roles["codes"], RoundCodes(k, scales))
-    cast = _viewed(scales, CastScales(k))
+        roles["codes"] = viewed(roles["codes"], RoundCodes(k, scales))
+    cast = viewed(scales, CastScales(k))
     roles["scales"] = replace(cast, dtype="F8_E4M3", shape=(n, columns // BLOCK), nbytes=n * columns // BLOCK)
-    number = _viewed(scales, Constant(2.0 ** (-k if divides else k)))
+    number = viewed(scales, Constant(2.0 ** (-k if divides else k)))
     roles["scale2"] = replace(number, dtype="F32", shape=(), nbytes=4, region=0, steps=number.steps[-1:])
     return Module(module.name, "nvfp4", roles, module.unknown), math.sqrt(lost / total) if lost else 0.0
 
@@ -180,7 +180,8 @@ def _rounds(scales: Any, k: int) -> bool:
     return bool((scales.astype(np.int16) < k - 9 + 127).any())
 
 
-def _viewed(tensor: Stored, step: Any) -> View:
+def viewed(tensor: Stored, step: Any) -> View:
+    """A tensor through one more step, which keeps its dtype, shape and bytes unless they are replaced."""
     if isinstance(tensor, View):
         return replace(tensor, steps=(*tensor.steps, step))
     known = {f.name: getattr(tensor, f.name) for f in fields(Stored)}

@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 
 from halfbyte.errors import FormatError
-from halfbyte.modules import Headers, Module, Stack, structure
+from halfbyte.modules import LAYOUT_METADATA, Headers, Module, Stack, structure
 from halfbyte.stored import DTYPE_BITS, FLOATS, Stored, View
 
 METADATA: Final = "halfbyte.experts"
@@ -194,13 +194,14 @@ def encode_stacks(stacks: Mapping[str, Stack]) -> dict[str, str]:
 
 
 def merged_metadata(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """The metadata of several files as one, in which each states how its own stacks lie."""
+    """The metadata of several files as one, in which each states how its own stacks and buffers lie."""
     parts = list(parts)
     merged = {k: v for part in parts for k, v in part.items()}
-    texts = [part[METADATA] for part in parts if METADATA in part]
-    if len(texts) > 1:
-        tables = {k: v for text in texts for k, v in _table(text).items()}
-        merged[METADATA] = json.dumps(tables, separators=(",", ":"), ensure_ascii=False)
+    for key in (METADATA, LAYOUT_METADATA):
+        texts = [part[key] for part in parts if key in part]
+        if len(texts) > 1:
+            tables = {k: v for text in texts for k, v in _table(text).items()}
+            merged[key] = json.dumps(tables, separators=(",", ":"), ensure_ascii=False)
     return merged
 
 

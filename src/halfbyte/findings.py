@@ -53,6 +53,7 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     "HB137": ("warning", "router that is quantized"),
     "HB138": ("note", "stack of experts whose order of gate and up is not known"),
     "HB139": ("note", "weight of a format that is not read: it is carried as it is"),
+    "HB140": ("note", "block scales that seem to lie in another order (a suspicion)"),
     # config
     "HB201": ("warning", "quantized tensors, and a config that does not say so"),
     "HB202": ("warning", "module that the config leaves unquantized, and the file holds quantized"),

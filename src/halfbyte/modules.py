@@ -30,6 +30,12 @@ COMFY_METADATA: Final = "_quantization_metadata"
 COMFY_TENSOR: Final = "comfy_quant"
 """A key in a file's metadata and the suffix of a tensor: marks of ComfyUI, which tell how a weight is stored."""
 
+LAYOUT_METADATA: Final = "halfbyte.layout"
+"""Key in a file's metadata: JSON {module: {"layout": key, "shape": [N, K]}}, of weights that are packed buffers."""
+
+SHARD_METADATA: Final = "halfbyte.shard"
+"""Key in a file's metadata: JSON {"mode": "tensor" or "expert", "rank": r, "degree": n, ...}, of one rank's part."""
+
 
 @dataclass(frozen=True)
 class Reading:

@@ -1,12 +1,12 @@
 """What can be computed with a weight, and how the way is chosen. The only caller of kernels.
 
 ``plan`` shows the choice without running it; ``linear`` makes the same choice and runs it.
+``attention`` chooses among its own kernels.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import KERNELS, Call, Kernel
-from halfbyte.kernels.base import Library
+from halfbyte.errors import UsageError
+from halfbyte.kernels import KERNELS, AttentionArgs, Call, LinearArgs, forced, select
+from halfbyte.kernels.base import Library, library_of
 from halfbyte.layouts import Layout, Packed, parse
 from halfbyte.numerics import Array, is_torch
 from halfbyte.weight import Weight, dtype_name, float_dtype
 
-__all__ = ["Plan", "linear", "pack", "plan", "unpack"]
+__all__ = ["Plan", "attention", "linear", "pack", "plan", "unpack"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -117,21 +117,19 @@ def plan(
     packed = _as_packed(weight)
     if rows < 0:
         raise UsageError("rows cannot be negative", got=rows)
-    call = Call(
-        op=op,
-        layout=packed.layout,
-        shape=packed.shape,
-        per_row=_per_row(packed),
-        pre_scale="pre_scale" in packed.buffers(),
+    if op != LinearArgs.op:
+        raise UsageError("unknown op", got=repr(op), expected=LinearArgs.op)
+    call = Call.on(
+        packed,
         rows=rows,
         dtype=_checked_dtype(dtype, "dtype"),
         out_dtype=_checked_dtype(dtype if out_dtype is None else out_dtype, "out_dtype"),
         device=str(device).split(":")[0],
-        library=library or ("torch" if is_torch(packed.buffers()["scale2"]) else "numpy"),
+        library=library or library_of(packed.buffers()["scale2"]),
         bias=False,
     )
-    kernel, why = _choose(call)
-    others = ((k.name, k.refuse(call)) for k in KERNELS if k.op == op and k is not kernel)
+    kernel = select(LinearArgs, call)
+    others = ((k.name, ", and ".join(k.refuse(call))) for k in KERNELS if k.op == op and k is not kernel)
     cost = kernel.cost(call)
     extra = 0 if isinstance(weight, Packed) else _unshared_bytes(packed, weight)
     notes = [f"activations that are not contiguous are copied once: {rows * packed.shape[-1]:,} values"]
@@ -140,8 +138,8 @@ def plan(
     return Plan(
         call=call,
         kernel=kernel.name,
-        why=why,
-        refusals=tuple((name, reason) for name, reason in others if reason is not None),
+        why="forced by HALFBYTE_KERNEL" if forced(op) else "first in the table that accepts",
+        refusals=tuple((name, reasons) for name, reasons in others if reasons),
         bytes=cost.bytes,
         flops=cost.flops,
         extra_bytes=extra,
@@ -169,31 +167,20 @@ def linear(x: Array, w: Packed | Weight, bias: Array | None = None, *, out_dtype
         NoKernelError: nothing accepts this call; the error lists each candidate and why it declined.
     """
     packed = _as_packed(w)
-    buffers = packed.buffers()
     n, k = packed.shape[-2:]
     _check_arrays(x, packed, bias)
     lead = tuple(x.shape[:-1])
-    dtype = _dtype_name(x)
-    call = Call(
-        layout=packed.layout,
-        shape=packed.shape,
-        per_row=_per_row(packed),
-        pre_scale="pre_scale" in buffers,
-        rows=prod(lead),
-        dtype=dtype,
-        out_dtype=dtype if out_dtype is None else _checked_dtype(out_dtype, "out_dtype"),
-        device=x.device.type if is_torch(x) else "cpu",
-        library="torch" if is_torch(x) else "numpy",
-        bias=bias is not None,
-    )
-    kernel, _ = _choose(call)
+    to = _dtype_name(x) if out_dtype is None else _checked_dtype(out_dtype, "out_dtype")
 
     def run(x: Array) -> Array:
-        out = _empty((call.rows, n), call.out_dtype, x)
+        rows = prod(lead)
+        out = _empty((rows, n), to, x)
+        args = LinearArgs(x=_contiguous(x.reshape(rows, k)), weight=packed, bias=bias, out=out)
+        kernel = select(LinearArgs, args.call())
         if not k:
             out[...] = 0 if bias is None else bias
-        elif call.rows:
-            kernel.launch(_contiguous(x.reshape(call.rows, k)), buffers, bias, out)
+        elif rows:
+            kernel.run(args)
         return out.reshape(*lead, n)
 
     if is_torch(x) and _wants_gradient(x, bias):
@@ -201,31 +188,28 @@ def linear(x: Array, w: Packed | Weight, bias: Array | None = None, *, out_dtype
     return run(x)
 
 
-def _choose(call: Call) -> tuple[Kernel, str]:
-    """The first kernel that does not refuse, or the one that HALFBYTE_KERNEL names."""
-    candidates = [kernel for kernel in KERNELS if kernel.op == call.op]
-    if not candidates:
-        raise UsageError("unknown op", got=repr(call.op), expected=" or ".join(sorted({k.op for k in KERNELS})))
-    why = "first in the table that accepts"
-    forced = os.environ.get("HALFBYTE_KERNEL")
-    if forced:
-        why = "forced by HALFBYTE_KERNEL"
-        known = [kernel.name for kernel in candidates]
-        candidates = [kernel for kernel in candidates if kernel.name == forced]
-        if not candidates:
-            raise NoKernelError(
-                f"HALFBYTE_KERNEL names no kernel for {call.op}", got=repr(forced), expected=" or ".join(known)
-            )
-    refusals = []
-    for kernel in candidates:
-        reason = kernel.refuse(call)
-        if reason is None:
-            return kernel, why
-        refusals.append(f"{kernel.name}: {reason}")
-    raise NoKernelError(
-        f"no kernel computes {call.op} with layout {call.layout.key}, shape {call.shape}, M={call.rows}, {call.dtype}, "
-        f"{call.library} on {call.device}{f' ({why})' if forced else ''}: {'; '.join(refusals)}"
-    )
+def attention(args: AttentionArgs) -> Array:
+    """Run attention on one of the bundles of ``halfbyte.kernels``, such as LlmFmha.
+
+    Args:
+        args: the arrays and numbers; its ``out`` is written.
+
+    Returns:
+        ``args.out``.
+
+    Raises:
+        UsageError: lengths or pages that do not fit the arrays, or arrays that want a gradient: there is none.
+        NoKernelError: nothing accepts these arguments; the error names the nearest kernel and what keeps it.
+    """
+    kernel = select(type(args), args.call())
+    if is_torch(args.q):
+        import torch
+
+        if torch.is_grad_enabled() and any(getattr(a, "requires_grad", False) for a in vars(args).values()):
+            raise UsageError("halfbyte.attention has no gradient", hint="run it under torch.no_grad()")
+    if prod(args.out.shape):
+        kernel.run(args)
+    return args.out
 
 
 def _as_packed(weight: Packed | Weight) -> Packed:
@@ -286,11 +270,7 @@ def _checked_dtype(dtype: Any, what: str) -> str:
 
 
 def _dtype_name(a: Array) -> str:
-    return str(a.dtype).removeprefix("torch.") if is_torch(a) else str(a.dtype.name)
-
-
-def _per_row(packed: Packed) -> bool:
-    return bool(packed.buffers()["scale2"].shape[-2] != 1)
+    return dtype_name(a.dtype)
 
 
 def _contiguous(x: Array) -> Array:

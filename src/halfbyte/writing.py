@@ -68,6 +68,7 @@ class Work:
         facts: of the report; "bytes_out" is among them.
         task_bytes: memory that one task needs at most, for its arrays.
         checked_bytes: source bytes that ``check`` will look at once more.
+        check_bytes: memory that it needs for that.
         index: the name of the index, where one is written for a single file, too.
     """
 
@@ -78,6 +79,7 @@ class Work:
     facts: dict[str, Any]
     task_bytes: int = 0
     checked_bytes: int = 0
+    check_bytes: int = 2 * CHUNK
     index: str = ""
 
     def steps(self, name: str, shard: Shard) -> Sequence[Step]:
@@ -161,7 +163,8 @@ def _write(work: Work, writer: CheckpointWriter, name: str, file: File) -> Job:
 
 def _peak_bytes(work: Work, crew: Crew) -> int:
     """The most memory that a run adds to what the process has when its plan is made."""
-    return crew.own_bytes + crew.width * max(work.task_bytes, _COPY_BYTES) + (2 * CHUNK if work.checked_bytes else 0)
+    check = work.check_bytes if work.checked_bytes else 0
+    return crew.own_bytes + crew.width * max(work.task_bytes, _COPY_BYTES) + check
 
 
 def _plan(work: Work) -> dict[str, Any]:

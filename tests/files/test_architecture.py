@@ -34,6 +34,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "lossy": MEANING,
     "underflow": MEANING,
     "fragments": MEANING,
+    "suspicion": ("errors", "layouts"),
     "mxfp4": MEANING,
     "casts": (*MEANING, "mxfp4", "modules"),
     "recipes": MEANING,
@@ -42,10 +43,24 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "diagnose": (*MEANING, "layouts", *STACKS),
     "twins": (*FILES, *STACKS, "diagnose", "dialects", "checkpoint"),
     "reading": (*MEANING, "layouts", "modules", "experts"),
+    "cuts": (*BASE, "modules"),
     "dialects": (*FILES, "modules", "experts"),
     "checkpoint": (*FILES, *STACKS, "tasks", "dialects"),
     "writing": (*FILES, *STACKS, "tasks", "dialects", "checkpoint"),
-    "tools": (*FILES, *STACKS, "underflow", "tasks", "diagnose", "twins", "casts", "dialects", "checkpoint", "writing"),
+    "tools": (
+        *FILES,
+        *STACKS,
+        "underflow",
+        "suspicion",
+        "tasks",
+        "diagnose",
+        "twins",
+        "casts",
+        "cuts",
+        "dialects",
+        "checkpoint",
+        "writing",
+    ),
     "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
     "kernels": (*MEANING, "layouts"),
     "ops": RUN,
@@ -58,19 +73,29 @@ ARROWS: dict[str, tuple[str, ...]] = {
 kinds, shifts <- weight <- recipes, layouts; layouts <- dialects <- checkpoint <- writing <- tools <- cli, and
 layouts <- kernels <- ops <- nn."""
 
-CHAIN = {
-    "reader": {"header"},
-    "writer": {"header", "reader", "workdir"},
-    "outputs": {"header", "reader", "writer"},
-    "consistency": {"header", "reader", "expert_checks"},
+CHAINS = {
+    "checkpoint": {
+        "reader": {"header"},
+        "writer": {"header", "reader", "workdir"},
+        "outputs": {"header", "reader", "writer"},
+        "consistency": {"header", "reader", "expert_checks"},
+    },
+    "kernels": {
+        "attention_base": {"base", "descriptors"},
+        "fmha_llm": {"attention_base", "descriptors"},
+        "fmha_vit": {"attention_base", "descriptors"},
+        "attention": {"base", "attention_base", "fmha_llm", "fmha_vit"},
+        "reference": {"base"},
+    },
 }
-"""In checkpoint: header <- reader <- writer <- outputs, and expert_checks, reader <- consistency; workdir <- writer."""
+"""In checkpoint: header <- reader <- writer <- outputs, and expert_checks, reader <- consistency; workdir <- writer.
+In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention."""
 
 EXECUTORS = {
-    "halfbyte.layouts.base": {"halfbyte.layouts.cuda"},
+    "halfbyte.layouts.base": {"halfbyte.layouts.compiled", "halfbyte.layouts.cuda"},
     "halfbyte.layouts.cuda": {"halfbyte.layouts.cuda_kernel"},
 }
-"""In layouts: base, and the executor that it loads only to run it."""
+"""In layouts: base runs the executors that are compiled, the one for CUDA tensors loaded only to run."""
 
 MODULES = sorted(SOURCE.rglob("*.py"))
 ids = pytest.mark.parametrize("file", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
@@ -114,17 +139,19 @@ def test_arrows(file):
 
 @ids
 def test_nothing_is_imported_sideways(file):
-    """Inside a folder only its base.py, and by its own __init__ all of it; layouts' base.py runs an executor."""
+    """Inside a folder only its base.py, or what its chain says, and by its own __init__ all of it.
+
+    The base of layouts runs the executors that are compiled.
+    """
     name = dotted(file)
     if file.name in ("__init__.py", "__main__.py") or name.count(".") < 2:
         return
     folder, own = name.rsplit(".", 1)
     siblings = {other for other in imported(file) if other.startswith(f"{folder}.")}
-    if folder == "halfbyte.checkpoint":
-        allowed = {f"{folder}.{sibling}" for sibling in CHAIN.get(own, ())}
+    if folder.removeprefix("halfbyte.") in CHAINS:
+        allowed = {f"{folder}.{sibling}" for sibling in CHAINS[folder.removeprefix("halfbyte.")].get(own, ())}
     else:
-        beyond = EXECUTORS.get(name, set())
-        allowed = beyond | ({f"{folder}.base"} if own != "base" else set())
+        allowed = EXECUTORS.get(name, set()) | ({f"{folder}.base"} if own != "base" else set())
     assert siblings <= allowed
 
 
@@ -155,7 +182,7 @@ TABLES = {"layouts": "LAYOUTS", "recipes": "RECIPES", "dialects": "DIALECTS", "k
 
 @pytest.mark.parametrize("folder", TABLES)
 def test_every_module_is_in_its_table(folder):
-    """Read off the source: what the table's lines name, and from which module each name comes."""
+    """Read off the source: what the table's lines name, from which module each name comes, and what those import."""
     package = SOURCE / folder / "__init__.py"
     tree = ast.parse(package.read_text())
     homes = {}
@@ -174,9 +201,11 @@ def test_every_module_is_in_its_table(folder):
     assert isinstance(table, ast.Tuple), "an explicit tuple, so that readers can grep it"
     reached = {homes[n.id] for n in ast.walk(table) if isinstance(n, ast.Name) and n.id in homes}
     modules = {name for name, f in NAMES.items() if name.startswith(f"halfbyte.{folder}.") and f.name != "__init__.py"}
-    missing = {
-        name for name in modules if name.rsplit(".", 1)[1] not in ("base", "drawing", "cuda", "cuda_kernel")
-    } - reached
+    grown: set[str] = set()
+    while reached - grown:
+        grown |= reached
+        reached |= {other for name in grown & modules for other in imported(NAMES[name])} & modules
+    missing = {name for name in modules if name.rsplit(".", 1)[1] not in ("base", "compiled", "drawing")} - reached
     assert not missing
 
 

@@ -41,7 +41,9 @@ def outputs(tmp_path):
         "diff": ("diff", NVFP4, NVFP4),
         "quantize": ("quantize", dense, tmp_path / "q"),
         "convert": ("convert", NVFP4, tmp_path / "c", "--to", CT),
+        "shard": ("shard", NVFP4, tmp_path / "s", "--tp", 1),
         "dequantize": ("dequantize", NVFP4, tmp_path / "d"),
+        "layouts": ("layouts",),
         "doctor": ("doctor",),
     }
 
@@ -257,8 +259,10 @@ FACTS = {
         "seconds",
     },
     "convert": {"src", "dst", "from", "to", "reading", "tensors", "files", "bytes_out", "seconds"},
+    "shard": {"src", "dst", "dialect", "mode", "degree", "ranks", "modules", "whole", "files", "bytes_out", "proven"},
+    "layouts": {"layouts"},
     "dequantize": {"src", "dst", "dtype", "reading", "tensors", "files", "bytes_in", "bytes_out", "seconds"},
-    "doctor": {"python", "platform", "cores", "cpu", "packages", "extras", "gpus"},
+    "doctor": {"python", "platform", "cores", "cpu", "packages", "extras", "layouts", "gpus"},
 }
 
 
@@ -273,7 +277,7 @@ def test_one_document_on_stdout_and_nothing_on_stderr(tmp_path, verb):
     assert (document["command"], document["ok"]) == (verb, True)
 
 
-@pytest.mark.parametrize("verb", ["quantize", "convert", "dequantize"])
+@pytest.mark.parametrize("verb", ["quantize", "convert", "shard", "dequantize"])
 def test_dry_run_writes_nothing(tmp_path, verb):
     args = outputs(tmp_path)[verb]
     before = leftovers(tmp_path)
@@ -338,7 +342,7 @@ def test_colour_on_a_terminal_unless_no_color(tmp_path):
     assert "HB105 error" in COLOUR.sub("", text)
 
 
-@pytest.mark.parametrize("verb", ["inspect", "verify", "diff", "quantize", "convert", "dequantize"])
+@pytest.mark.parametrize("verb", ["inspect", "verify", "diff", "quantize", "convert", "shard", "dequantize", "layouts"])
 def test_every_verb_on_a_terminal(tmp_path, verb):
     rc, text = on_a_terminal(*outputs(tmp_path)[verb])
     assert rc == 0
@@ -466,6 +470,17 @@ def test_doctor_without_any_extra(monkeypatch):
     facts = module.doctor().facts
     assert facts["gpus"] == []
     assert all(state.startswith("run: pip install") for state in facts["extras"].values())
+
+
+def test_doctor_says_what_moves_layouts(monkeypatch):
+    from halfbyte.tools import doctor as module
+
+    monkeypatch.setattr(module.compiled, "missing", lambda: None)
+    assert module.doctor().facts["layouts"] == "compiled by Numba"
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "numba", None)
+    reason = "numba is not installed; run: pip install 'halfbyte[cpu]'"
+    assert module.doctor().facts["layouts"] == f"moved by NumPy: {reason}"
 
 
 def test_doctor_survives_a_broken_torch(monkeypatch):

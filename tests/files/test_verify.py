@@ -786,7 +786,17 @@ def test_hb301_a_pattern_that_selects_nothing(tmp_path):
 
 
 def test_every_code_has_a_test():
-    names = ("verify", "reader", "diff", "against", "likeness", "expert_checks", "expert_twins", "convert_experts")
+    names = (
+        "verify",
+        "reader",
+        "diff",
+        "against",
+        "likeness",
+        "expert_checks",
+        "expert_twins",
+        "convert_experts",
+        "suspicion",
+    )
     text = "".join((Path(__file__).parent / f"test_{name}.py").read_text() for name in names)
     missing = [code for code in CODES if code not in re.findall(r"HB\d+", text)]
     assert not missing

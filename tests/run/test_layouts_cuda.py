@@ -14,8 +14,8 @@ import torch
 import moves
 from contract import VARIANTS, fitting
 from halfbyte.errors import LayoutError
-from halfbyte.layouts import LAYOUTS, Columns, Marlin, NPacked, Order, cuda
-from halfbyte.layouts.base import arrange, arrange_codes, restore, restore_codes
+from halfbyte.layouts import LAYOUTS, Columns, Marlin, NPacked, Order, Rows, cuda
+from halfbyte.layouts.base import arrange, arrange_codes, executor, restore, restore_codes
 from helpers import assert_same_bytes, random_weight
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -58,7 +58,8 @@ def test_as_numpy_in_the_interpreter():
         (Columns(align=7).codes, (14, 32), True, "digit a has 7 values, which is no power of two"),
         (Order("n k -> n -k"), (4, 32), False, "digit k has no size and runs backwards"),
         (NPacked().codes, (3, 16), True, "pairs of codes are not whole bytes, by digits of n=3, k=16"),
-        (NPacked().codes, (0, 16), True, "nothing to move"),
+        (NPacked().codes, (0, 16), True, "nothing moves"),
+        (Rows().codes, (4, 16), True, "nothing moves"),
         (NPacked().codes, (2**20, 2**16, 2**10), True, "more tiles than a launch takes"),
     ],
     ids=str,
@@ -66,14 +67,18 @@ def test_as_numpy_in_the_interpreter():
 @needs_triton
 def test_what_is_refused(order, shape, codes, reason):
     assert cuda.refuse(order, shape, codes=codes) == reason
-    assert cuda.executor(order, shape, codes=codes) == ("torch", reason)
+    assert executor(order, shape, codes=codes, device="cuda") == ("torch", reason)
 
 
 @needs_triton
 def test_what_is_taken():
     order = Marlin().codes
     assert cuda.refuse(order, (2, 128, 256), codes=True) is None
-    assert cuda.executor(order, (2, 128, 256), codes=True) == ("triton", "4 tiles of 8192 bytes, by words of 8")
+    assert executor(order, (2, 128, 256), codes=True, device="cuda:1") == (
+        "triton",
+        "tiles of 8192 bytes, by words of 8",
+    )
+    assert executor(order, (2, 128, 256), codes=True, device="cpu") == ("torch", "the tensor is on cpu")
     with pytest.raises(LayoutError, match="not the size of this order"):
         cuda.run(order, torch.zeros(2, 100, dtype=torch.uint8), (128, 256), 4, back=True)
 

@@ -14,7 +14,16 @@ from halfbyte.dialects import DIALECTS, Facts
 from halfbyte.errors import UsageError
 from halfbyte.experts import numbered
 from halfbyte.findings import Finding, capped
-from halfbyte.modules import QUANTIZED, Module, dicts_of, kv_format, nested_section, quant_section, structure
+from halfbyte.modules import (
+    QUANTIZED,
+    SHARD_METADATA,
+    Module,
+    dicts_of,
+    kv_format,
+    nested_section,
+    quant_section,
+    structure,
+)
 from halfbyte.patterns import fused_group, module_class
 
 READABLE = "ModelOpt or compressed-tensors"
@@ -47,6 +56,7 @@ def header_findings(checkpoint: Checkpoint, every: bool = False) -> list[Finding
                 found.append(Finding("HB121", module.name, hint=hint))
     found += _layer_findings(checkpoint)
     part = checkpoint.path.is_file() and any(checkpoint.path.parent.glob("*.safetensors.index.json"))
+    part = part or SHARD_METADATA in checkpoint.headers.metadata  # the other experts are on other ranks
     found += expert_findings(checkpoint.modules, checkpoint.config, whole=not part)
     try:
         found += _config_findings(checkpoint)

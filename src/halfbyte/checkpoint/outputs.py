@@ -109,7 +109,9 @@ def _cut(piece: Piece) -> list[Piece]:
 
 def _made_bytes(piece: Piece) -> int:
     """Memory for making them: the sources' regions, what their steps make, and the result."""
-    return sum((t.region if isinstance(t, View) else t.nbytes) + 3 * t.nbytes for t in piece.sources)
+    views = [t for t in piece.sources if isinstance(t, View)]
+    copies = max(getattr(step, "copies", 3) for step in (piece.join, *(s for t in views for s in t.steps)))
+    return sum((t.region if isinstance(t, View) else t.nbytes) + copies * t.nbytes for t in piece.sources)
 
 
 def _make(piece: Piece, target: Stored) -> None:

@@ -5,6 +5,7 @@
     .halfbyte-NAME/             locked (flock) while a run is at work
         manifest.json           the plan: what a run that goes on must agree with
         out/                    the target to be; shards get their names here when they are complete and synced
+                                those of several checkpoints in one target are named FOLDER/SHARD
         kept/SHARD.json         what later steps need of a finished shard; on disk before the shard has its name
         SHARD-XXXXXXXX.tmp      a shard under way; the name is new in each run, so that no stray process finds it
         old/                    a target that is being replaced
@@ -111,11 +112,11 @@ class WorkDirectory:
 
     def temporary(self, name: str) -> Path:
         """Where a shard is written."""
-        return self.path / f"{name}-{self._token}.tmp"
+        return self.path / f"{_flat(name)}-{self._token}.tmp"
 
     def kept_file(self, name: str) -> Path:
         """Where what is kept of a shard lies."""
-        return self.path / "kept" / f"{name}.json"
+        return self.path / "kept" / f"{_flat(name)}.json"
 
     def kept(self, name: str) -> Any:
         """What was kept of a shard that is finished; None if it is not."""
@@ -202,9 +203,7 @@ class WorkDirectory:
                 continue
             if path.name == "out" and keep:
                 finished = {file.name.removesuffix(".json") for file in (self.path / "kept").glob("*.json")}
-                for file in path.iterdir():
-                    if file.name not in finished:
-                        _remove(file)
+                _remove_others(path, "", finished)
                 continue
             _remove(path)
 
@@ -251,7 +250,7 @@ def check_target(target: Path, force: bool, source: Path | None = None) -> None:
 
 def _is_something_else(folder: Path) -> bool:
     """Whether a directory is a repository, or holds directories and no weights: not what anybody means to replace."""
-    weights = any(folder.glob("*.safetensors"))
+    weights = any(folder.glob("*.safetensors")) or any(folder.glob("rank-*-of-*/*.safetensors"))
     return (folder / ".git").exists() or (not weights and any(path.is_dir() for path in folder.iterdir()))
 
 
@@ -270,6 +269,21 @@ def _short(name: str) -> str:
     if len(data) <= _LONGEST:
         return name
     return f"{os.fsdecode(data[:100])}-{hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def _flat(name: str) -> str:
+    """The name of a shard, which may be in a folder, as that of a file."""
+    return name.replace("/", "!")
+
+
+def _remove_others(folder: Path, above: str, finished: set[str]) -> None:
+    """Remove what is not among the finished shards, whose flat names are given."""
+    for path in folder.iterdir():
+        name = above + path.name
+        if path.is_dir() and any(shard.startswith(f"{name}!") for shard in finished):
+            _remove_others(path, f"{name}!", finished)
+        elif name not in finished:
+            _remove(path)
 
 
 def _json_of(file: Path) -> Any:

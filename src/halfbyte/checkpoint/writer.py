@@ -345,8 +345,9 @@ class CheckpointWriter:
     def shard(
         self, name: str, tensors: Iterable[Stored], metadata: dict[str, str], room: dict[str, str] | None = None
     ) -> Shard:
-        """Begin a shard; see Shard."""
+        """Begin a shard; see Shard. The name may be in a folder, which then is a checkpoint of its own."""
         work = self._work
+        (work.out / name).parent.mkdir(exist_ok=True)
         shard = Shard(work.temporary(name), tensors, metadata, room, work.out / name, work.kept_file(name))
         self._shards[name] = shard.tensors
         return shard
@@ -373,15 +374,23 @@ class CheckpointWriter:
         sync(to)
 
     def seal(self, index: str = "") -> Path:
-        """Write the index; returns the directory, which is now a checkpoint.
+        """Write the index, in each folder of shards its own; returns the directory, which is now a checkpoint.
 
         Args:
             index: its name; where one is given it is written for a single shard, too.
         """
-        if len(self._shards) > 1 or (index and self._shards):
-            table = {tensor: name for name, tensors in self._shards.items() for tensor in tensors}
-            total = sum(t.nbytes for tensors in self._shards.values() for t in tensors.values())
-            self.json(index or INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))})
+        folders: dict[str, dict[str, Mapping[str, Stored]]] = defaultdict(dict)
+        for name, tensors in self._shards.items():
+            folder, slash, file = name.rpartition("/")
+            folders[folder + slash][file] = tensors
+        for folder, shards in folders.items():
+            if len(shards) > 1 or index:
+                table = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+                total = sum(t.nbytes for tensors in shards.values() for t in tensors.values())
+                entries = {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))}
+                self.json(f"{folder}{index or INDEX}", entries)
+            if folder:
+                sync(self._work.out / folder)
         sync(self._work.out)
         return self._work.out
 

@@ -30,7 +30,8 @@ EXPERTS = "[split|stacked|stacked-rows|stacked-columns]"
 @click.command("convert")
 @click.argument("src")
 @click.argument("dst")
-@click.option("--to", required=True, metavar=DIALECTS, help="Dialect to write.")
+@click.option("--to", metavar=DIALECTS, help="Dialect to write.")
+@click.option("--layout", metavar="NAME", help="Layout to pack NVFP4 weights in instead; see halfbyte layouts.")
 @click.option("--experts", metavar=EXPERTS, help="One tensor for each expert, or for all of a layer.")
 @click.option("--mxfp4", metavar="[keep|nvfp4]", help="MXFP4 layers: by default NVFP4 where there is no NVFP4 layer.")
 @click.option("--lossy", is_flag=True, help="Round codes of MXFP4 where one scale2 cannot hold their scales.")
@@ -41,6 +42,8 @@ EXPERTS = "[split|stacked|stacked-rows|stacked-columns]"
 @shared_options
 def command(src: str, dst: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Write a quantized checkpoint in another dialect, without changing a code or a block scale.
+
+    With --layout, such as "marlin(scale_format=s0e5m3)", weights become that layout's buffers, which --to brings back.
 
     The options on how the weights of SRC are stored (--nibble-order, --scale-layout, --scale2, --gate-up) are for
     checkpoints that do not lie as their dialect says: the result does.
@@ -66,6 +69,8 @@ def _render(report: Report, out: Console) -> None:
     if "mxfp4" in facts:
         exact = sum(not entry["relative"] for entry in facts["mxfp4"])
         rows.append(("MXFP4", f"{exact} of {plural(len(facts['mxfp4']), 'layer')} as NVFP4 without changing a value"))
+    if "layout" in facts:
+        rows.append(("layout", facts["layout"]))
     if "proven" in facts:
         rows.append(("proven", f"{facts['proven']} tensors read back and equal to their source"))
     pairs(out, [("dialect", f"{facts['from']} -> {facts['to']}"), *read_with(facts), *rows, *wrote(report, out)])

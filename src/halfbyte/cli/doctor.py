@@ -34,6 +34,7 @@ def _render(report: Report, out: Console) -> None:
             ("instructions", ", ".join(facts["cpu"]["features"]) or "unknown"),
             ("gpus", "; ".join(gpus) or "none that torch sees"),
             ("packages", ", ".join(f"{name} {v or '-'}" for name, v in facts["packages"].items())),
+            ("layouts", facts["layouts"]),
             *((f"extra {extra}", state) for extra, state in facts["extras"].items()),
         ],
     )

@@ -7,11 +7,12 @@ from halfbyte.dialects.compressed_tensors import CompressedTensors
 from halfbyte.dialects.fp8 import BlockFp8
 from halfbyte.dialects.gpt_oss import GptOss
 from halfbyte.dialects.modelopt import ModelOpt
+from halfbyte.dialects.packed import Packed
 from halfbyte.dialects.unread import UNREAD
 from halfbyte.errors import UsageError
 from halfbyte.modules import Headers
 
-DIALECTS: tuple[Dialect, ...] = (*UNREAD, CompressedTensors(), ModelOpt(), GptOss(), BlockFp8())
+DIALECTS: tuple[Dialect, ...] = (Packed(), *UNREAD, CompressedTensors(), ModelOpt(), GptOss(), BlockFp8())
 
 __all__ = [
     "DIALECTS",
@@ -19,6 +20,7 @@ __all__ = [
     "Facts",
     "Layer",
     "Output",
+    "Packed",
     "Piece",
     "detect",
     "dialect_named",

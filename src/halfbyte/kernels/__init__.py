@@ -2,9 +2,104 @@
 
 from __future__ import annotations
 
-from halfbyte.kernels import reference
-from halfbyte.kernels.base import Call, Cost, Kernel
+import os
+from typing import Any
 
-KERNELS: tuple[Kernel, ...] = (reference.TORCH, reference.NUMPY)
+from halfbyte.errors import NoKernelError, UsageError
+from halfbyte.kernels import attention, reference
+from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
+from halfbyte.kernels.base import A, C, Call, Cost, Kernel, LinearArgs
+from halfbyte.kernels.descriptors import TensorDesc
+from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
+from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 
-__all__ = ["KERNELS", "Call", "Cost", "Kernel"]
+KERNELS: tuple[Kernel[Any, Any], ...] = (
+    reference.TORCH,
+    reference.NUMPY,
+    attention.LLM_TORCH,
+    attention.LLM_NUMPY,
+    attention.LLM_PAGED_TORCH,
+    attention.LLM_PAGED_NUMPY,
+    attention.VIT_TORCH,
+    attention.VIT_NUMPY,
+    attention.V2_LLM_TORCH,
+    attention.V2_LLM_NUMPY,
+    attention.V2_VIT_TORCH,
+    attention.V2_VIT_NUMPY,
+)
+
+__all__ = [
+    "KERNELS",
+    "AttentionArgs",
+    "AttentionCall",
+    "Call",
+    "Cost",
+    "FmhaV2Llm",
+    "FmhaV2Vit",
+    "Kernel",
+    "LinearArgs",
+    "LlmFmha",
+    "LlmFmhaPaged",
+    "TensorDesc",
+    "VitFmha",
+    "forced",
+    "preflight",
+    "select",
+]
+
+
+def forced(op: str) -> str | None:
+    """The kernel that HALFBYTE_KERNEL names, if it may rule ``op``; a kernel of another op leaves this one alone.
+
+    Raises:
+        NoKernelError: it names no kernel at all.
+    """
+    name = os.environ.get("HALFBYTE_KERNEL")
+    if not name:
+        return None
+    known = [kernel.name for kernel in KERNELS if kernel.op == op]
+    if name in known:
+        return name
+    if any(kernel.name == name for kernel in KERNELS):
+        return None
+    raise NoKernelError(f"HALFBYTE_KERNEL names no kernel for {op}", got=repr(name), expected=" or ".join(known))
+
+
+def select(bundle: type[A], call: C) -> Kernel[A, C]:
+    """The kernel that runs a call: the first in the table that does not refuse, or the one HALFBYTE_KERNEL names.
+
+    Args:
+        bundle: the class of the arguments; the kernel's type follows from it.
+        call: what decides.
+
+    Raises:
+        UsageError: a call of another op than the bundle's.
+        NoKernelError: nothing accepts this call; the error names the nearest kernel and all that keeps it from the
+            call, then each other.
+    """
+    if call.op != bundle.op:
+        raise UsageError(f"a call of another op than {bundle.__name__}'s", got=repr(call.op), expected=bundle.op)
+    name = forced(bundle.op)
+    declined = []
+    for kernel in KERNELS:
+        if kernel.bundle is bundle and name in (None, kernel.name):
+            reasons = kernel.refuse(call)
+            if not reasons:
+                return kernel
+            declined.append((len(reasons), f"{kernel.name}: {', and '.join(reasons)}"))
+    nearest_first = [words for _, words in sorted(declined, key=lambda pair: pair[0])]
+    by_force = " (forced by HALFBYTE_KERNEL)" if name else ""
+    raise NoKernelError(f"no kernel computes {call}{by_force}; the nearest is {'; '.join(nearest_first)}")
+
+
+def preflight(bundle: type[A], call: C) -> Kernel[A, C]:
+    """Load what the kernel needs that ``select`` picks for this call, and nothing of any other; it is returned.
+
+    Raises:
+        UsageError: as ``select``.
+        NoKernelError: as ``select``.
+        UnavailableError: a device that is not there.
+    """
+    kernel = select(bundle, call)
+    kernel.load(call)
+    return kernel

@@ -1,21 +1,50 @@
-"""What a kernel is: one way to compute one op for one layout on one kind of device."""
+"""What a kernel is: one way to compute one op for one layout on one kind of device.
+
+What decides which kernel runs is its op's call (``Call``; no arrays); what the kernel runs on is its op's bundle
+(``LinearArgs``): one frozen class for each shape of kernel, so that no argument can be left at zero unused. A Kernel
+states its bundle's class: type checkers refuse a launch on another, and ``Kernel.run`` does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-from halfbyte.layouts import Layout
-from halfbyte.numerics import Array
-from halfbyte.weight import float_dtype
+from halfbyte.arrays import dtype_name, float_dtype
+from halfbyte.errors import UnavailableError, UsageError
+from halfbyte.layouts import Layout, Packed
+from halfbyte.numerics import Array, is_torch
 
 Library = Literal["numpy", "torch"]
 
 
+class AnyCall(Protocol):
+    """What every op's call has."""
+
+    @property
+    def op(self) -> str:
+        """The op, as in ``Bundle.op``."""
+
+    def __str__(self) -> str: ...
+
+
+class Bundle(Protocol):
+    """What every op's bundle of arguments has."""
+
+    op: ClassVar[str]
+
+    def call(self) -> AnyCall:
+        """What decides which kernel runs on these arguments."""
+
+
+C = TypeVar("C", bound=AnyCall)
+A = TypeVar("A", bound=Bundle)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """All that decides which kernel runs; no arrays.
+    """All that decides which kernel of an NVFP4 weight runs; no arrays.
 
     Args:
         op: "linear".
@@ -43,6 +72,71 @@ class Call:
     library: Library
     bias: bool
 
+    @staticmethod
+    def on(weight: Packed, *, rows: int, dtype: str, out_dtype: str, device: str, library: Library, bias: bool) -> Call:
+        """The linear call on a weight."""
+        buffers = weight.buffers()
+        return Call(
+            layout=weight.layout,
+            shape=weight.shape,
+            per_row=buffers["scale2"].shape[-2] != 1,
+            pre_scale="pre_scale" in buffers,
+            rows=rows,
+            dtype=dtype,
+            out_dtype=out_dtype,
+            device=device,
+            library=library,
+            bias=bias,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op} with layout {self.layout.key}, shape {self.shape}, M={self.rows}, {self.dtype}, "
+            f"{self.library} on {self.device}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinearArgs:
+    """The arguments of a kernel for ``linear``: x @ dequantize(weight).T + bias goes to ``out``.
+
+    Args:
+        x: (M, K) float32, bfloat16 or float16, row-major.
+        weight: (*E, N, K), in the library and on the device of x.
+        bias: (N,) float32, bfloat16 or float16, or None.
+        out: (M, N) float32, bfloat16 or float16; written.
+
+    Raises:
+        UsageError: shapes that do not fit each other.
+    """
+
+    op: ClassVar[str] = "linear"
+    x: Array
+    weight: Packed
+    bias: Array | None
+    out: Array
+
+    def __post_init__(self) -> None:
+        n, k = self.weight.shape[-2:]
+        rows = self.x.shape[0]
+        needed = {"x": (rows, k), "bias": (n,), "out": (rows, n)}
+        for name, shape in needed.items():
+            array = getattr(self, name)
+            if array is not None and tuple(array.shape) != shape:
+                raise UsageError(f"{name} does not fit the weight and x", got=tuple(array.shape), expected=shape)
+
+    def call(self) -> Call:
+        """What decides which kernel runs on these arrays."""
+        return Call.on(
+            self.weight,
+            rows=self.x.shape[0],
+            dtype=dtype_name(self.x.dtype),
+            out_dtype=dtype_name(self.out.dtype),
+            device=device_of(self.x),
+            library=library_of(self.x),
+            bias=self.bias is not None,
+        )
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -52,32 +146,97 @@ class Cost:
     flops: int
 
 
-class Launch(Protocol):
-    """How a kernel runs."""
-
-    def __call__(self, x: Array, buffers: Mapping[str, Array], bias: Array | None, out: Array) -> None:
-        """Write ``out`` (M, N) from a contiguous ``x`` (M, K) and the buffers of a Packed; M is not 0."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """One way to compute ``op``.
+class Kernel(Generic[A, C]):
+    """One way to compute an op.
 
     Args:
         name: unique; what HALFBYTE_KERNEL and ``plan`` call it.
-        op: "linear".
+        bundle: the class of its arguments, which also says its op.
         description: one line for ``plan``.
-        refuse: None if the kernel computes this call, else the reason in words.
-        launch: runs an accepted call on the buffers of a Packed.
+        refuse: all that keeps it from this call, each in words; () if it computes the call.
+        load: brings what an accepted call will need (libraries, tables, the device), or raises.
+        launch: runs on the arguments of an accepted call and writes their ``out``, which is not empty.
         cost: what an accepted call must move and compute.
     """
 
     name: str
-    op: str
+    bundle: type[A]
     description: str
-    refuse: Callable[[Call], str | None]
-    launch: Launch
-    cost: Callable[[Call], Cost]
+    refuse: Callable[[C], tuple[str, ...]]
+    load: Callable[[C], None]
+    launch: Callable[[A], None]
+    cost: Callable[[C], Cost]
+
+    @property
+    def op(self) -> str:
+        """What it computes."""
+        return self.bundle.op
+
+    def run(self, args: A) -> None:
+        """Launch on arguments that were accepted; UsageError where they are another kernel's."""
+        if type(args) is not self.bundle:
+            raise UsageError(
+                f"kernel {self.name} takes another bundle", got=type(args).__name__, expected=self.bundle.__name__
+            )
+        self.launch(args)
+
+
+def device_of(a: Array) -> str:
+    """The kind of device an array lies on: "cpu", "cuda", ..."""
+    return str(a.device.type) if is_torch(a) else "cpu"
+
+
+def library_of(a: Array) -> Library:
+    """Whose array it is."""
+    return "torch" if is_torch(a) else "numpy"
+
+
+def nothing_to_load(call: Any) -> None:
+    """For kernels that need nothing but NumPy."""
+
+
+def load_torch(call: Any) -> None:
+    """Import torch and touch the call's device; UnavailableError where it is not there."""
+    import torch
+
+    try:
+        torch.zeros(1, device=call.device)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UnavailableError("torch cannot use this device", got=call.device, hint=reason) from None
+
+
+def why_not_numpy(library: str) -> tuple[str, ...]:
+    """Why a NumPy kernel declines arrays of ``library``."""
+    return () if library == "numpy" else (f"takes NumPy arrays, not {library} tensors",)
+
+
+def why_not_torch(library: str) -> tuple[str, ...]:
+    """Why a torch kernel declines arrays of ``library``; also where torch is missing."""
+    if library != "torch":
+        return ("takes torch tensors, not NumPy arrays",)
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return ("needs the package torch, which is not installed; run: pip install 'halfbyte[torch]'",)
+    return ()
+
+
+def why_not_float32(device: str) -> tuple[str, ...]:
+    """Why a torch kernel cannot rely on float32 products on ``device``: () if they are exact to float32."""
+    import torch
+
+    backend = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
+    matmul: Any = getattr(backend, "matmul", None)
+    precision = getattr(matmul, "fp32_precision", None)  # torch 2.9 and later
+    precision = torch.get_float32_matmul_precision() if precision is None else str(precision)
+    if precision in ("none", "ieee", "highest"):
+        return ()
+    return (
+        f"torch may compute float32 products in {precision} here; "
+        'call torch.set_float32_matmul_precision("highest") for exact ones',
+    )
 
 
 def linear_cost(call: Call) -> Cost:

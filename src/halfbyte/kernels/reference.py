@@ -22,12 +22,21 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
-from halfbyte.kernels.base import Call, Kernel, linear_cost
+from halfbyte.kernels.base import (
+    Call,
+    Kernel,
+    LinearArgs,
+    linear_cost,
+    load_torch,
+    nothing_to_load,
+    why_not_float32,
+    why_not_numpy,
+    why_not_torch,
+)
 from halfbyte.layouts import Rows
 from halfbyte.numerics import BLOCK, E2M1_PAIRS, E4M3_VALUES, F32, U8, Array, decode_e4m3
 
@@ -83,14 +92,15 @@ def _whole_tiles(n: int) -> int:
     return -(-n // TILE) * TILE
 
 
-def _launch_numpy(x: Array, buffers: Mapping[str, Array], bias: Array | None, out: Array) -> None:
-    m, k = x.shape
-    n, blocks = out.shape[1], -(-k // BLOCK)
+def _launch_numpy(args: LinearArgs) -> None:
+    buffers = args.weight.buffers()
+    m, k = args.x.shape
+    n, blocks = args.out.shape[1], -(-k // BLOCK)
     codes = buffers["codes"].reshape(n, blocks * _CODE_BYTES)
     scales = buffers["scales"].reshape(n, blocks)
     # Infinities and NaN pass through without a word, as they do in torch.
     with np.errstate(over="ignore", invalid="ignore"):
-        x = x.astype(np.float32)
+        x = args.x.astype(np.float32)
         if "pre_scale" in buffers:
             x *= buffers["pre_scale"].astype(np.float32)
         total = np.empty((_whole_tiles(n), m), np.float32)
@@ -102,9 +112,9 @@ def _launch_numpy(x: Array, buffers: Mapping[str, Array], bias: Array | None, ou
             total[start : start + len(w)] = product.reshape(len(w), m)
         y = total[:n].T
         y *= buffers["scale2"].reshape(-1)
-        if bias is not None:
-            y += bias.astype(np.float32)
-        out[...] = y
+        if args.bias is not None:
+            y += args.bias.astype(np.float32)
+        args.out[...] = y
 
 
 def _decode_numpy(codes: U8, scales: U8) -> F32:
@@ -186,16 +196,17 @@ def _decoder(rows: int, k: int, device: Any) -> _Decoder:
     return known
 
 
-def _launch_torch(x: Array, buffers: Mapping[str, Array], bias: Array | None, out: Array) -> None:
+def _launch_torch(args: LinearArgs) -> None:
     import torch
 
-    m, k = x.shape
-    n, blocks = out.shape[1], -(-k // BLOCK)
+    buffers = args.weight.buffers()
+    m, k = args.x.shape
+    n, blocks = args.out.shape[1], -(-k // BLOCK)
     codes = buffers["codes"].reshape(n, blocks * _CODE_BYTES)
     if codes.storage_offset() % 2:
         codes = codes.clone()  # read by 16 bits
     scales = buffers["scales"].reshape(n, blocks)
-    x = x.float()
+    x = args.x.float()
     if "pre_scale" in buffers:
         x = x * buffers["pre_scale"].float()
     total = torch.empty(m, _whole_tiles(n), device=x.device, dtype=torch.float32)
@@ -206,63 +217,51 @@ def _launch_torch(x: Array, buffers: Mapping[str, Array], bias: Array | None, ou
         torch.mm(x, w, out=total[:, start : start + w.shape[1]])
     y = total[:, :n]
     y *= buffers["scale2"].reshape(-1)
-    if bias is not None:
-        y += bias.float()
-    out.copy_(y)
+    if args.bias is not None:
+        y += args.bias.float()
+    args.out.copy_(y)
 
 
-def _refuse(call: Call) -> str | None:
+def _refuse(call: Call) -> tuple[str, ...]:
+    reasons = []
     if not isinstance(call.layout, Rows):
-        return f"reads the layout rows, not {call.layout.key}"
+        reasons.append(f"reads the layout rows, not {call.layout.key}")
     if len(call.shape) != 2:
-        return f"takes one matrix (N, K), not expert axes {call.shape[:-2]}"
-    return None
+        reasons.append(f"takes one matrix (N, K), not expert axes {call.shape[:-2]}")
+    return tuple(reasons)
 
 
-def _refuse_numpy(call: Call) -> str | None:
-    if call.library != "numpy":
-        return f"takes NumPy arrays, not {call.library} tensors"
-    return _refuse(call)
+def _refuse_numpy(call: Call) -> tuple[str, ...]:
+    return why_not_numpy(call.library) + _refuse(call)
 
 
-def _refuse_torch(call: Call) -> str | None:
-    if call.library != "torch":
-        return "takes torch tensors, not NumPy arrays"
-    try:
-        precision = _matmul_precision(call.device)
-    except ImportError:
-        return "needs the package torch, which is not installed; run: pip install 'halfbyte[torch]'"
-    if precision not in ("none", "ieee", "highest"):
-        return (
-            f"torch may compute float32 products in {precision} here; "
-            'call torch.set_float32_matmul_precision("highest") for exact ones'
-        )
-    return _refuse(call)
+def _refuse_torch(call: Call) -> tuple[str, ...]:
+    no_torch = why_not_torch(call.library)
+    return no_torch + (() if no_torch else why_not_float32(call.device)) + _refuse(call)
 
 
-def _matmul_precision(device: str) -> str:
-    """What torch is set to compute float32 products in; "none", "ieee" and "highest" mean float32."""
+def _load_torch(call: Call) -> None:
+    load_torch(call)
     import torch
 
-    backend = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
-    matmul: Any = getattr(backend, "matmul", None)
-    precision = getattr(matmul, "fp32_precision", None)  # torch 2.9 and later
-    return torch.get_float32_matmul_precision() if precision is None else str(precision)
+    _torch_tables(torch.device(call.device))
 
 
 TORCH = Kernel(
     name="reference-torch",
-    op="linear",
+    bundle=LinearArgs,
     description="decodes a few rows at a time to float32, then a float32 matmul; any device",
     refuse=_refuse_torch,
+    load=_load_torch,
     launch=_launch_torch,
     cost=linear_cost,
 )
 NUMPY = Kernel(
     name="reference-numpy",
-    op="linear",
+    bundle=LinearArgs,
     description="decodes a few rows at a time to float32, then a float32 matmul",
     refuse=_refuse_numpy,
+    load=nothing_to_load,
     launch=_launch_numpy,
     cost=linear_cost,
 )

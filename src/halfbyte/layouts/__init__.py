@@ -8,7 +8,7 @@ from typing import Any
 
 from halfbyte.errors import LayoutError
 from halfbyte.layouts.atoms import Atoms8x4, Atoms128x4
-from halfbyte.layouts.base import Layout, Order, Packed
+from halfbyte.layouts.base import Executor, Layout, Order, Packed, executor
 from halfbyte.layouts.columns import Columns
 from halfbyte.layouts.comfy import Comfy
 from halfbyte.layouts.experts_out_pair import ExpertsOutPair
@@ -41,6 +41,7 @@ __all__ = [
     "Atoms128x4",
     "Columns",
     "Comfy",
+    "Executor",
     "ExpertsOutPair",
     "GateUp",
     "Gguf",
@@ -53,6 +54,7 @@ __all__ = [
     "Tiles",
     "Tiles64",
     "Trtllm",
+    "executor",
     "parse",
 ]
 

@@ -11,12 +11,14 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from halfbyte.errors import LayoutError
+from halfbyte.layouts import compiled
 from halfbyte.numerics import BLOCK, Array, is_torch, pack_nibbles, unpack_nibbles
 from halfbyte.weight import Weight, to_numpy, to_torch
 
@@ -125,6 +127,12 @@ class Order:
         sizes[last] //= 2
         return Order(self.pattern, **sizes)
 
+    def moves_nothing(self, shape: Sequence[int]) -> bool:
+        """Whether memory is the matrix as it lies: no digit moves and nothing is padded."""
+        n, k = self.axes
+        still = self.memory == n + k and not self.backwards
+        return still and all(size % multiple == 0 for size, multiple in zip(shape, self.multiples, strict=True))
+
     @property
     def high_first(self) -> bool:
         """For an order of 4-bit codes that has ``whole_bytes``: whether the even k of a pair is the high nibble."""
@@ -194,41 +202,180 @@ def _flipped(order: Order, lead: int) -> tuple[int, ...]:
     return tuple(lead + order.memory.index(d) for d in order.backwards)
 
 
+SMALL = 1 << 20
+"""Bytes below which NumPy moves an array: a statement's code takes 0.2 to 0.6 s to compile, once in a process."""
+
+Record = tuple[int, int, int]
+"""Of a plane in a buffer of records: its bytes in a record, the bytes of the record, those before the plane's."""
+
+
+class Executor(NamedTuple):
+    """What moves an array: "tiles" and "elements" are compiled by Numba, "triton" by Triton, the others by nothing."""
+
+    name: Literal["tiles", "elements", "numpy", "triton", "torch"]
+    why: str
+
+
+def executor(order: Order, shape: Sequence[int], *, codes: bool = False, device: str | None = None) -> Executor:
+    """What moves an array of ``shape`` (*E, N, K) by ``order``, both ways.
+
+    Bytes, and packed codes, in NumPy arrays of at least ``SMALL`` bytes are moved by compiled code where Numba is
+    installed (the extra ``cpu``): by tiles of whole lines, or element by element where the statement's digits leave no
+    tile. Those in CUDA tensors are moved by compiled code where Triton is installed and every digit with a size has a
+    power of two of values. NumPy's and PyTorch's own operations move the rest.
+
+    Args:
+        order: of bytes, or of 4-bit codes.
+        shape: in elements: for codes, K is twice the bytes of a row.
+        codes: whether the elements are 4-bit codes.
+        device: that of a torch tensor, such as "cuda"; None for a NumPy array.
+    """
+    if device is None:
+        return _chosen(order, tuple(shape), codes, None, prod(shape) // (2 if codes else 1))
+    if device.partition(":")[0] != "cuda":
+        return Executor("torch", f"the tensor is on {device}")
+    found: Executor = _cuda().executor(order, shape, codes=codes)
+    return found
+
+
+def _chosen(order: Order, shape: tuple[int, ...], codes: bool, record: Record | None, size: int) -> Executor:
+    if not size or (record is None and order.moves_nothing(shape[-2:])):
+        return Executor("numpy", "nothing moves")
+    if size < SMALL:
+        return Executor("numpy", f"{size} bytes are fewer than {SMALL}")
+    reason = compiled.missing()
+    if reason:
+        return Executor("numpy", reason)
+    move = _move(order, (shape[-2], shape[-1]), codes, record, False)
+    if move.tiles is None:
+        return Executor("elements", "the digits leave no tile")
+    return Executor("tiles", f"{move.tiles.bytes} bytes each, {move.tiled:.1%} of the elements")
+
+
+def _is_compiled(order: Order, a: Any, shape: Sequence[int], codes: bool) -> bool:
+    if is_torch(a) or a.dtype.itemsize != 1:
+        return False
+    size = prod(shape) // (2 if codes else 1)
+    return size >= SMALL and _chosen(order, tuple(shape), codes, None, size).name != "numpy"
+
+
+@lru_cache(maxsize=64)
+def _move(order: Order, shape: tuple[int, int], codes: bool, record: Record | None, back: bool) -> compiled.Move:
+    """The move of a matrix (N, K) of bytes or codes into memory order, or back."""
+    bits = 8
+    if codes:
+        whole = order.whole_bytes()
+        if whole is not None and not order.high_first:
+            order, shape = whole, (shape[0], shape[1] // 2)
+        else:
+            bits = 4
+    first, second = order.offsets(shape)
+    if record is not None:
+        first, second = _in_records(record, 8 // bits, first, second)
+    rows = compiled.Places(np.arange(shape[0]) * shape[1], np.arange(shape[1]))
+    memory = compiled.Places(first, second)
+    return compiled.Move(bits, memory, rows) if back else compiled.Move(bits, rows, memory)
+
+
+def _in_records(record: Record, steps: int, first: Any, second: Any) -> tuple[Any, Any]:
+    """Offsets in a plane, of so many steps a byte, as offsets in the buffer of records."""
+    own, whole, before = (size * steps for size in record)
+    first, second = (at // own * whole + at % own for at in (first, second))
+    return first + before, second
+
+
+def arrange_compiled(order: Order, a: Any, codes: bool, into: Any | None = None, record: Record | None = None) -> Any:
+    """As arrange_numpy, or arrange_codes, for bytes; ``into`` is zero wherever there is padding."""
+    *lead, n, k = a.shape
+    k *= 2 if codes else 1
+    if into is None:
+        count = order.count((n, k))
+        make = np.zeros if count > n * k else np.empty
+        into = make((*lead, -(-count // 2) if codes else count), np.uint8).view(a.dtype)
+    move = _move(order, (n, k), codes, record, False)
+    _each(move, prod(lead), np.ascontiguousarray(a), into)
+    return into
+
+
+def restore_compiled(
+    order: Order,
+    flat: Any,
+    shape: tuple[int, int],
+    codes: bool,
+    into: Any | None = None,
+    record: Record | None = None,
+) -> Any:
+    """As restore_numpy, or restore_codes, for bytes."""
+    if into is None:
+        into = np.empty((*flat.shape[:-1], shape[0], shape[1] // (2 if codes else 1)), flat.dtype)
+    move = _move(order, shape, codes, record, True)
+    _each(move, prod(flat.shape[:-1]), np.ascontiguousarray(flat), into)
+    return into
+
+
+def _each(move: compiled.Move, experts: int, source: Any, target: Any) -> None:
+    for one, other in zip(*(a.view(np.uint8).reshape(experts, -1) for a in (source, target)), strict=True):
+        move.run(one, other)
+
+
 def arrange(order: Order, a: Array) -> Array:
-    """Run ``order`` forwards with the executor of a's library; that of CUDA tensors is ``halfbyte.layouts.cuda``."""
+    """Run ``order`` forwards with the executor of a's library; see ``executor``."""
+    if _is_compiled(order, a, a.shape, codes=False):
+        return arrange_compiled(order, a, codes=False)
     if _on_cuda(order, a, a.shape, codes=False):
-        return _cuda().run(order, a, tuple(a.shape[-2:]), 8, back=False)
-    return arrange_torch(order, a) if is_torch(a) else arrange_numpy(order, a)
+        return _cuda().run(order, a, (a.shape[-2], a.shape[-1]), 8, back=False)
+    return _arrange(order, a)
 
 
 def restore(order: Order, flat: Array, shape: tuple[int, int]) -> Array:
     """Run ``order`` backwards with the executor of flat's library."""
+    _check_size(flat, order.count(shape))
+    if _is_compiled(order, flat, (*flat.shape[:-1], *shape), codes=False):
+        return restore_compiled(order, flat, shape, codes=False)
     if _on_cuda(order, flat, (*flat.shape[:-1], *shape), codes=False):
         return _cuda().run(order, flat, shape, 8, back=True)
-    return restore_torch(order, flat, shape) if is_torch(flat) else restore_numpy(order, flat, shape)
+    return _restore(order, flat, shape)
 
 
 def arrange_codes(order: Order, codes: Array) -> Array:
     """Packed codes (*E, N, K/2) to packed codes in memory order, (*E, ceil(count/2))."""
     shape = codes.shape[-2], 2 * codes.shape[-1]
+    if _is_compiled(order, codes, (*codes.shape[:-2], *shape), codes=True):
+        return arrange_compiled(order, codes, codes=True)
     if _on_cuda(order, codes, (*codes.shape[:-2], *shape), codes=True):
         return _cuda().run(order, codes, shape, 4, back=False)
     whole = order.whole_bytes()
     if whole is not None:
-        return arrange(whole, _swap(codes) if order.high_first else codes)
-    return _pack(arrange(order, _unpack(codes)))  # an odd count leaves the last high nibble 0
+        return _arrange(whole, _swap(codes) if order.high_first else codes)
+    return _pack(_arrange(order, _unpack(codes)))  # an odd count leaves the last high nibble 0
 
 
 def restore_codes(order: Order, flat: Array, shape: tuple[int, int]) -> Array:
     """The inverse of arrange_codes; ``shape`` is (N, K) with K even."""
+    _check_size(flat, -(-order.count(shape) // 2))
+    if _is_compiled(order, flat, (*flat.shape[:-1], *shape), codes=True):
+        return restore_compiled(order, flat, shape, codes=True)
     if _on_cuda(order, flat, (*flat.shape[:-1], *shape), codes=True):
         return _cuda().run(order, flat, shape, 4, back=True)
     n, k = shape
     whole = order.whole_bytes()
     if whole is not None:
-        codes = restore(whole, flat, (n, k // 2))
+        codes = _restore(whole, flat, (n, k // 2))
         return _swap(codes) if order.high_first else codes
-    return _pack(restore(order, _unpack(flat)[..., : order.count(shape)], shape))
+    return _pack(_restore(order, _unpack(flat)[..., : order.count(shape)], shape))
+
+
+def _arrange(order: Order, a: Array) -> Array:
+    return arrange_torch(order, a) if is_torch(a) else arrange_numpy(order, a)
+
+
+def _restore(order: Order, flat: Array, shape: tuple[int, int]) -> Array:
+    return restore_torch(order, flat, shape) if is_torch(flat) else restore_numpy(order, flat, shape)
+
+
+def _check_size(flat: Array, size: int) -> None:
+    if flat.shape[-1] != size:
+        raise LayoutError("not the length of this order", got=tuple(flat.shape), expected=f"(*E, {size})")
 
 
 def _on_cuda(order: Order, a: Any, shape: Sequence[int], codes: bool) -> bool:
@@ -317,6 +464,11 @@ class Layout:
         return 1, 1
 
     @property
+    def refuses(self) -> str:
+        """The values that ``refuse`` refuses, in words."""
+        return "NaN and negative block scales"
+
+    @property
     def scale_block(self) -> tuple[int, int]:
         """The rows and columns of the weight that share a byte of the stored scales."""
         return 1, BLOCK
@@ -378,12 +530,8 @@ class Layout:
             n, k = self.grid(shape, "codes")
             first, second = first[np.arange(n) // self.scale_block[0]], second[np.arange(k) // self.scale_block[1]]
         (parts,) = (parts for parts in self.buffers.values() if plane in parts)
-        if len(parts) == 1:
-            return first, second
-        own, whole = parts[plane] * steps, sum(parts.values()) * steps
-        before = sum(list(parts.values())[: list(parts).index(plane)]) * steps
-        first, second = (at // own * whole + at % own for at in (first, second))
-        return first + before, second
+        record = record_of(parts, plane)
+        return (first, second) if record is None else _in_records(record, steps, first, second)
 
     def offset(self, n: int, k: int, shape: Sequence[int], plane: Plane = "codes") -> int:
         """Where element (n, k) of one expert lies: in 4-bit steps for codes, in bytes for scales."""
@@ -403,12 +551,9 @@ class Layout:
         if reason:
             raise LayoutError(f"layout {self.name} cannot hold this weight: {reason}", got=weight.shape)
         scales, extras = self.to_stored(weight)
-        planes: dict[Plane, Array] = {
-            "codes": arrange_codes(self.codes, weight.codes),
-            "scales": arrange(self.scales, scales),
-        }
+        planes: dict[Plane, Array] = {"codes": weight.codes, "scales": scales}
         buffers = {
-            **{name: interleave(parts, planes) for name, parts in self.buffers.items()},
+            **{name: self._arranged(name, planes, weight.shape) for name in self.buffers},
             **extras,
             "scale2": weight.scale2,
             "input_scale": weight.input_scale,
@@ -419,16 +564,75 @@ class Layout:
     def unpack(self, packed: Packed) -> Weight:
         """The weight again, bit for bit."""
         b = packed.buffers()
-        planes = {plane: a for name, parts in self.buffers.items() for plane, a in separate(parts, b[name]).items()}
-        scales = restore(self.scales, planes["scales"], self.grid(packed.shape, "scales"))
+        planes: dict[Plane, Array] = {}
+        for name in self.buffers:
+            planes |= self._restored(name, b[name], packed.shape)
         return Weight(
-            codes=restore_codes(self.codes, planes["codes"], self.grid(packed.shape, "codes")),
-            scales=self.from_stored(scales, {name: b[name] for name in self.extras}),
+            codes=planes["codes"],
+            scales=self.from_stored(planes["scales"], {name: b[name] for name in self.extras}),
             scale2=b["scale2"],
             input_scale=b.get("input_scale"),
             pre_scale=b.get("pre_scale"),
             k=packed.shape[-1],
         )
+
+    def executors(self, shape: Sequence[int], device: str | None = None) -> dict[Plane, Executor]:
+        """What moves each plane of a weight of ``shape`` (*E, N, K) in NumPy arrays, or torch tensors on ``device``."""
+        found: dict[Plane, Executor] = {}
+        for parts in self.buffers.values():
+            grids = {plane: (*shape[:-2], *self.grid(shape, plane)) for plane in parts}
+            sizes = {plane: prod(grid) // (2 if plane == "codes" else 1) for plane, grid in grids.items()}
+            for plane, grid in grids.items():
+                order, codes = self._order(plane)
+                if device is None:
+                    found[plane] = _chosen(order, grid, codes, record_of(parts, plane), sum(sizes.values()))
+                else:
+                    found[plane] = executor(order, grid, codes=codes, device=device)
+        return found
+
+    def _order(self, plane: Plane) -> tuple[Order, bool]:
+        return (self.codes, True) if plane == "codes" else (self.scales, False)
+
+    def _in_place(self, parts: Mapping[Plane, int], shape: Sequence[int], like: Array) -> bool:
+        """Whether compiled code moves planes to and from records as they lie."""
+        return len(parts) > 1 and not is_torch(like) and self.executors(shape)[next(iter(parts))].name != "numpy"
+
+    def _arranged(self, name: str, planes: Mapping[Plane, Array], shape: Sequence[int]) -> Array:
+        """A buffer, of the planes (*E, rows, columns) that it holds."""
+        parts = self.buffers[name]
+        if not self._in_place(parts, shape, planes["codes"]):
+            arranged: dict[Plane, Array] = {}
+            for plane in parts:
+                order, codes = self._order(plane)
+                arranged[plane] = (arrange_codes if codes else arrange)(order, planes[plane])
+            return interleave(parts, arranged)
+        buffer = np.zeros((*shape[:-2], self.sizes(shape)[name]), np.uint8)
+        for plane in parts:
+            order, codes = self._order(plane)
+            arrange_compiled(order, planes[plane], codes, buffer, record_of(parts, plane))
+        return buffer
+
+    def _restored(self, name: str, buffer: Array, shape: Sequence[int]) -> dict[Plane, Array]:
+        """The planes that a buffer holds."""
+        parts, found = self.buffers[name], {}
+        in_place = self._in_place(parts, shape, buffer)
+        flat = {} if in_place else separate(parts, buffer)
+        for plane in parts:
+            order, codes = self._order(plane)
+            grid = self.grid(shape, plane)
+            if in_place:
+                found[plane] = restore_compiled(order, buffer, grid, codes, record=record_of(parts, plane))
+            else:
+                found[plane] = (restore_codes if codes else restore)(order, flat[plane], grid)
+        return found
+
+
+def record_of(parts: Mapping[Plane, int], plane: Plane) -> Record | None:
+    """How a plane lies in its buffer; None where it has the buffer to itself."""
+    if len(parts) == 1:
+        return None
+    before = list(parts.values())[: list(parts).index(plane)]
+    return parts[plane], sum(parts.values()), sum(before)
 
 
 def interleave(parts: Mapping[Plane, int], planes: Mapping[Plane, Array]) -> Array:

@@ -17,7 +17,7 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 from halfbyte.errors import LayoutError
-from halfbyte.layouts.base import Order
+from halfbyte.layouts.base import Executor, Order
 
 WARPS: Final = 4
 TILE: Final = 4096
@@ -299,8 +299,8 @@ def missing() -> str | None:
 
 def refuse(order: Order, shape: Sequence[int], *, codes: bool = False) -> str | None:
     """None if this moves bytes, or packed codes, of ``shape`` (*E, N, K) in elements, both ways; else the reason."""
-    if not prod(shape):
-        return "nothing to move"
+    if not prod(shape) or order.moves_nothing(shape[-2:]):
+        return "nothing moves"
     reason = missing()
     if reason:
         return reason
@@ -313,14 +313,14 @@ def refuse(order: Order, shape: Sequence[int], *, codes: bool = False) -> str | 
     return None
 
 
-def executor(order: Order, shape: Sequence[int], *, codes: bool = False) -> tuple[str, str]:
-    """What moves CUDA tensors, "triton" or "torch", and in words which tiles or why; arguments as of ``refuse``."""
+def executor(order: Order, shape: Sequence[int], *, codes: bool = False) -> Executor:
+    """What moves CUDA tensors; arguments as of ``refuse``."""
     reason = refuse(order, shape, codes=codes)
     if reason:
-        return "torch", reason
+        return Executor("torch", reason)
     made = plan(order, (shape[-2], shape[-1]), 4 if codes else 8, False)
     assert isinstance(made, Plan)
-    return "triton", f"{made.tiles * prod(shape[:-2])} tiles of {made.tile} bytes, by words of {made.word}"
+    return Executor("triton", f"tiles of {made.tile} bytes, by words of {made.word}")
 
 
 def run(order: Order, a: Any, shape: tuple[int, int], bits: int, back: bool) -> Any:

@@ -67,6 +67,11 @@ class ExpertsOutPair(Layout):
     def scale_block(self) -> tuple[int, int]:
         return (1, BLOCK) if self.scale_form == "decode" else (BLOCK, 1)
 
+    @property
+    def refuses(self) -> str:
+        more = ", block scales that differ within 16 rows" if self.scale_form == "atom" else ""
+        return super().refuses + more
+
     def refuse(self, weight: Weight) -> str | None:
         reason = super().refuse(weight)
         if reason or self.scale_form == "decode":

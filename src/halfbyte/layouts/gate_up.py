@@ -109,6 +109,10 @@ class GateUp(Layout):
     def scale_block(self) -> tuple[int, int]:
         return self.layout.scale_block
 
+    @property
+    def refuses(self) -> str:
+        return self.layout.refuses
+
     def needs(self, shape: Sequence[int]) -> str | None:
         return super().needs(shape) or self.layout.needs(shape)
 

@@ -108,6 +108,11 @@ class Marlin(Layout):
     def extras(self) -> tuple[str, ...]:
         return ("factor",) if self.scale_format == "s0e5m3" else ()
 
+    @property
+    def refuses(self) -> str:
+        loses = self.scale_format == "s0e5m3" and self.dtype == "bfloat16" and not self.lossy
+        return super().refuses + (", block scales that S0E5M3 would change" if loses else "")
+
     def refuse(self, weight: Weight) -> str | None:
         reason = super().refuse(weight)
         if reason or self.scale_format == "e4m3" or self.lossy:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
+import numpy as np
+
 from halfbyte.findings import Finding
 from halfbyte.modules import Module
 from halfbyte.patterns import Patterns
-from halfbyte.stored import CHUNK
+from halfbyte.stored import CHUNK, Stored, View, read_into
 from halfbyte.tasks import Meter, Progress, worker_count
 
-__all__ = ["CHUNK", "Meter", "Progress", "chosen", "idle", "run", "worker_count"]
+__all__ = ["CHUNK", "Meter", "Progress", "chosen", "idle", "run", "same_bytes", "worker_count"]
 
 
 def chosen(
@@ -46,3 +48,19 @@ def run(jobs: Sequence[Callable[[], None]], workers: int, meter: Meter) -> None:
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def same_bytes(mine: Stored, theirs: Stored) -> bool:
+    """Whether two tensors hold the same bytes."""
+    if mine.nbytes != theirs.nbytes:
+        return False
+    made = any(isinstance(t, View) and not t.in_place for t in (mine, theirs))
+    step = max(mine.nbytes, 1) if made else CHUNK  # what is made is made whole
+    buffers = [np.empty(min(step, mine.nbytes), np.uint8) for _ in range(2)]
+    for start in range(0, mine.nbytes, step):
+        pieces = [buffer[: min(step, mine.nbytes - start)] for buffer in buffers]
+        read_into(mine, start, pieces[0])
+        read_into(theirs, start, pieces[1])
+        if not np.array_equal(pieces[0], pieces[1]):
+            return False
+    return True

@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from halfbyte.casts import as_nvfp4, scale2_exponents
+from halfbyte.casts import as_nvfp4, scale2_exponents, viewed
 from halfbyte.checkpoint.consistency import config_facts, header_findings, quantized
 from halfbyte.checkpoint.header import Header
 from halfbyte.checkpoint.outputs import Made, source_bytes
 from halfbyte.checkpoint.reader import PROVENANCE, Checkpoint, encode_provenance, open_checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard, distribute, parse_size, shard_names
-from halfbyte.dialects import Dialect, Facts, Output, dialect_named
-from halfbyte.errors import FormatError, UsageError
+from halfbyte.dialects import Dialect, Facts, Output, Packed, dialect_named
+from halfbyte.dialects.packed import Hold, Pack, Unpack, encode_layouts, held, scales_alone
+from halfbyte.errors import FormatError, LayoutError, UsageError
 from halfbyte.experts import (
     COLUMNS,
     INTERLEAVED,
@@ -31,9 +32,12 @@ from halfbyte.experts import (
     refuse_unordered,
 )
 from halfbyte.findings import Finding, Report, in_order
-from halfbyte.modules import COMFY_METADATA, QUANTIZED, Module, Reading, Stack, refuse_broken
-from halfbyte.stored import CHUNK, Stored, View, byte_count, read_into
+from halfbyte.layouts import Layout, parse
+from halfbyte.modules import COMFY_METADATA, LAYOUT_METADATA, QUANTIZED, Module, Reading, Stack, refuse_broken
+from halfbyte.numerics import BLOCK, decode_e2m1, decode_e4m3
+from halfbyte.stored import CHUNK, Stored, View, byte_count, read_tensor, rows_of
 from halfbyte.tasks import Meter, Progress, Step, Where
+from halfbyte.tools.base import same_bytes
 from halfbyte.writing import File, Work, Writing, dropped_files, opened, write_checkpoint, write_side_files
 
 
@@ -41,7 +45,8 @@ def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    to: str,
+    to: str | None = None,
+    layout: str | Layout | None = None,
     experts: str | None = None,
     mxfp4: str | None = None,
     lossy: bool = False,
@@ -60,13 +65,16 @@ def convert(
     Args:
         src: a directory, a file, or a hub name.
         dst: the directory to make.
-        to: the dialect to write, "modelopt" or "compressed-tensors".
+        to: the dialect to write, "modelopt" or "compressed-tensors"; or
+        layout: the layout to write NVFP4 weights in, such as "marlin(scale_format=s0e5m3)", as packed buffers with
+            metadata by which they are read again. Experts are split.
         experts: "split" writes every expert under its own name, "stacked" one tensor for all experts of a layer, as
             the model's definition has it, "stacked-rows" (E, N, K) and "stacked-columns" (E, K, N); by default they
             stay as they are.
         mxfp4: "nvfp4" carries MXFP4 layers as NVFP4, "keep" as they are; by default they become NVFP4 in a
             checkpoint that has no NVFP4 layer, and stay beside some.
-        lossy: round the codes of MXFP4 blocks whose scales one scale2 cannot hold, instead of refusing them.
+        lossy: round the codes of MXFP4 blocks whose scales one scale2 cannot hold, instead of refusing them. A
+            layout that rounds has a field of that name.
         reading: how the NVFP4 weights of ``src`` are stored, where that is not what their dialect says.
         prove: read the result back and compare every tensor with its source before it gets its name.
         max_shard_size: such as "5GB"; by default the shards stay as they are.
@@ -81,15 +89,16 @@ def convert(
         A report; its facts are "src", "dst", "from", "to", "reading" (the options of one that is not what the
         dialect says), "tensors" and "files" (each with what became of it and why), "single" (experts that stay single
         though stacks were asked for, and why), "mxfp4" (the layers carried as NVFP4, each with its relative error),
+        "layout" (its key) and "rounded" (the layers whose block scales it rounds, each with its relative error),
         "bytes_out", "workers", "peak_bytes" (the most memory that the run adds), "proven" (tensors compared) and
         "seconds".
 
     Raises:
-        HalfbyteError: a source that cannot be read, a tensor the target has no place for, a target that
-            may not be written, or a proof that failed. Nothing is left behind.
+        HalfbyteError: a source that cannot be read, a tensor the target has no place for, a weight that the layout
+            cannot hold, a target that may not be written, or a proof that failed. Nothing is left behind.
     """
     how = Writing(dst, force, dry_run, resume, workers, executor, progress)
-    target = dialect_named(to)
+    target, experts = _target(to, layout, experts)
     limit = None if max_shard_size is None else parse_size(max_shard_size)
     for name, value, known in (("experts", experts, EXPERTS), ("mxfp4", mxfp4, MXFP4)):
         if value not in (None, *known):
@@ -103,6 +112,17 @@ def convert(
             )
         asked = _Asked(target, experts, mxfp4, lossy, limit)
         return write_checkpoint(_Convert(checkpoint, asked, prove, str(dst)), how)
+
+
+def _target(to: str | None, layout: str | Layout | None, experts: str | None) -> tuple[Dialect, str | None]:
+    """The dialect to write, and how experts are to lie in it."""
+    if (to is None) == (layout is None):
+        raise UsageError("pass what to write", expected="--to DIALECT or --layout NAME")
+    if layout is None:
+        return dialect_named(to or ""), experts
+    if experts not in (None, "split"):
+        raise UsageError("experts are packed one by one", got=f"experts {experts}", expected="split")
+    return Packed(parse(layout) if isinstance(layout, str) else layout), "split"
 
 
 EXPERTS = ("split", "stacked", "stacked-rows", "stacked-columns")
@@ -131,7 +151,9 @@ class _Convert(Work):
         cast = _to_cast(checkpoint, asked)
         self.same = target is source and not asked.experts and not cast and checkpoint.reading == Reading()
         self.verbatim = self.same and asked.limit is None
-        self.options = vars(asked) | {"target": target.name, "reading": checkpoint.reading.options}
+        self._layout = target.layout if isinstance(target, Packed) else None
+        written = target.name if self._layout is None else self._layout.key
+        self.options = vars(asked) | {"target": written, "reading": checkpoint.reading.options}
         self.facts = {"src": str(checkpoint.path), "dst": dst, "from": source.name, "to": target.name}
         self.facts["reading"] = checkpoint.read_with
         self._modules, stacks = checkpoint.parts, {}
@@ -145,10 +167,14 @@ class _Convert(Work):
                 refuse_unordered(module)
             if cast:
                 self._modules, self.facts["mxfp4"] = _cast(self._modules, source, asked.lossy)
+            if self._layout is not None:
+                self.facts["layout"] = self._layout.key
+                self._modules, self.facts["rounded"] = _fitted(checkpoint, self._modules, self._layout)
             entries, self.facts["single"] = _arranged(checkpoint, self._modules, asked.experts)
             outputs = _outputs(entries, target, source)
             stacks = {entry.name: entry.stack for entry in entries if isinstance(entry, Bundle)}
             self.config = target.config(_config_facts(checkpoint, entries))
+        self._shapes = {m.name: m.shape for m in self._modules if m.kind == "nvfp4"} if self._layout else {}
         self._made = Made.of(checkpoint, outputs)
         outputs = self._made.outputs
         self._members = {} if self.verbatim else _shards(checkpoint, outputs, asked.limit)
@@ -158,6 +184,9 @@ class _Convert(Work):
         self.index = str(checkpoint.index) if asked.limit is None and checkpoint.index and not self.verbatim else ""
         self.checked_bytes = sum(t.nbytes for m in self._modules for t in m.tensors) if prove else 0
         self.task_bytes = self._made.task_bytes
+        views = [t for m in self._modules for t in m.roles.values() if isinstance(t, View) and not t.in_place]
+        made = [*views, *(m.roles["codes"] for m in self._modules if m.name in self._shapes)]
+        self.check_bytes += max((8 * t.nbytes for t in made), default=0)
         self.facts |= {
             "tensors": _listed(outputs, checkpoint),
             "bytes_out": sum(byte_count(o.stored.dtype, o.stored.shape) for o in outputs),
@@ -165,6 +194,9 @@ class _Convert(Work):
 
     def _file(self, members: list[Output], stacks: Mapping[str, Stack]) -> File:
         metadata = _metadata(self.checkpoint, members, self._made.originals, stacks)
+        if self._layout is not None:
+            names = {o.stored.name.rpartition(".")[0] for o in members}
+            metadata |= encode_layouts(self._layout, {n: s for n, s in self._shapes.items() if n in names})
         return File([o.stored for o in members], source_bytes(members), self._made.copies(members), metadata)
 
     def steps(self, name: str, shard: Shard) -> Sequence[Step]:
@@ -180,7 +212,7 @@ class _Convert(Work):
 
     def findings(self) -> tuple[Finding, ...]:
         found = [f for f in header_findings(self.checkpoint) if f.severity != "note"]
-        rounded = [entry for entry in self.facts.get("mxfp4", ()) if entry["relative"]]
+        rounded = [e for key in ("mxfp4", "rounded") for e in self.facts.get(key, ()) if e["relative"]]
         found += [Finding("HB302", e["name"], got=float(f"{e['relative']:.3g}"), expected="0") for e in rounded]
         return in_order(found)
 
@@ -213,6 +245,52 @@ def _cast(modules: Sequence[Module], source: Dialect, lossy: bool) -> tuple[list
         made.append(cast)
         errors.append({"name": module.name, "relative": relative})
     return made, errors
+
+
+def _fitted(
+    checkpoint: Checkpoint, modules: Sequence[Module], layout: Layout
+) -> tuple[list[Module], list[dict[str, Any]]]:
+    """The modules as a layout holds them, and those whose block scales it rounds, with the error of each.
+
+    Raises:
+        LayoutError: the first weight that it cannot hold.
+        UsageError: there is none to pack.
+    """
+    if not any(module.kind == "nvfp4" for module in modules):
+        raise UsageError("there is no NVFP4 weight to pack in this checkpoint", file=str(checkpoint.path))
+    made, rounded = [], []
+    for module in modules:
+        if module.kind != "nvfp4":
+            made.append(module)
+            continue
+        stored = module.roles["scales"]
+        weight = scales_alone(read_tensor(stored), module.shape)
+        reason = layout.needs(module.shape) or layout.refuse(weight)
+        if reason:
+            message = f"layout {layout.name} cannot hold this weight: {reason}"
+            raise LayoutError(message, file=stored.file, tensor=module.name, got=list(module.shape))
+        scales = held(layout, weight)
+        if np.array_equal(scales, weight.scales):
+            made.append(module)
+        else:
+            rounded.append({"name": module.name, "relative": _rounding(module, weight.scales, scales)})
+            view = viewed(stored, Hold(layout.key, (module.shape[0], module.shape[1])))
+            made.append(replace(module, roles={**module.roles, "scales": view}))
+    return made, rounded
+
+
+def _rounding(module: Module, before: Any, after: Any) -> float:
+    """The relative error of a module with other block scales."""
+    lost = total = 0.0
+    n, k = module.shape
+    step = max(1, CHUNK // max(k, 1))
+    for a in range(0, n, step):
+        codes = read_tensor(rows_of(module.roles["codes"], a, min(a + step, n))).view(np.uint8)
+        values = decode_e2m1(codes).reshape(-1, k // BLOCK, BLOCK)
+        squares = np.square(values).sum(-1, dtype=np.float64)
+        old, new = (decode_e4m3(s[a : a + step]).astype(np.float64) for s in (before, after))
+        lost, total = lost + float((squares * (new - old) ** 2).sum()), total + float((squares * old**2).sum())
+    return (lost / total) ** 0.5 if total else 0.0
 
 
 def _arranged(
@@ -290,6 +368,10 @@ def _listed(outputs: Iterable[Output], checkpoint: Checkpoint) -> list[dict[str,
 def _fate(output: Output, source: Stored) -> tuple[str, str]:
     """What became of a tensor, and why."""
     stored = output.stored
+    if isinstance(output.pieces[0].join, Pack):
+        return "converted", f"packed as {output.pieces[0].join.key}"
+    if isinstance(source, View) and any(isinstance(step, Unpack) for step in source.steps):
+        return "converted", "taken out of a layout"
     if isinstance(source, View) and source.expert is not None and len(output.pieces) == 1:
         return "converted", "an expert's part of a stack"
     if len(output.pieces) > 1:
@@ -326,6 +408,7 @@ def _metadata(
     merged = {k: v for shard in checkpoint.shards if shard.file in files for k, v in shard.metadata.items()}
     merged.pop(PROVENANCE, None)
     merged.pop(METADATA, None)
+    merged.pop(LAYOUT_METADATA, None)
     if checkpoint.reading.nibble_order or checkpoint.reading.scale_layout:
         merged.pop(COMFY_METADATA, None)
     names = [o.stored.name for o in outputs]
@@ -365,7 +448,7 @@ def _prove(checkpoint: Checkpoint, modules: Sequence[Module], result: Path, mete
                 same = (
                     _meaning(checkpoint, module, role) == _meaning(other, twin, role)
                     if role in ("scale2", "input_scale", "scale")
-                    else _same_bytes(mine, twin.roles[role])
+                    else same_bytes(mine, twin.roles[role])
                 )
                 if not same:
                     raise FormatError("the proof failed: a tensor differs from its source", tensor=mine.name)
@@ -374,7 +457,7 @@ def _prove(checkpoint: Checkpoint, modules: Sequence[Module], result: Path, mete
             companions = {t.name: t for t in twin.unknown}
             for mine in module.unknown:
                 there = companions.pop(mine.name, None)
-                if there is None or not _same_bytes(mine, there):
+                if there is None or not same_bytes(mine, there):
                     raise FormatError("the proof failed: a tensor differs from its source", tensor=mine.name)
                 meter.add(mine.nbytes)
                 compared += 1
@@ -388,18 +471,3 @@ def _prove(checkpoint: Checkpoint, modules: Sequence[Module], result: Path, mete
 def _meaning(checkpoint: Checkpoint, module: Module, role: str) -> bytes:
     value = checkpoint.read(module.roles[role])
     return bytes(checkpoint.dialect.meaning(module, role, value, checkpoint.original).tobytes())
-
-
-def _same_bytes(mine: Stored, theirs: Stored) -> bool:
-    if mine.nbytes != theirs.nbytes:
-        return False
-    made = any(isinstance(t, View) and not t.in_place for t in (mine, theirs))
-    step = max(mine.nbytes, 1) if made else CHUNK  # what is made is made whole
-    buffers = [np.empty(min(step, mine.nbytes), np.uint8) for _ in range(2)]
-    for start in range(0, mine.nbytes, step):
-        pieces = [buffer[: min(step, mine.nbytes - start)] for buffer in buffers]
-        read_into(mine, start, pieces[0])
-        read_into(theirs, start, pieces[1])
-        if not np.array_equal(pieces[0], pieces[1]):
-            return False
-    return True

@@ -9,8 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from halfbyte.findings import Report
+from halfbyte.layouts import compiled
 
 EXTRAS: Final[dict[str, tuple[str, ...]]] = {
+    "cpu": ("numba",),
     "torch": ("torch",),
     "hf": ("torch", "transformers", "huggingface_hub"),
     "gguf": ("gguf",),
@@ -25,7 +27,7 @@ def doctor() -> Report:
 
     Returns:
         A report; its facts are "python", "platform", "cores", "cpu", "packages" (version or None),
-        "extras" (for each: ready, or the command that installs it) and "gpus".
+        "extras" (for each: ready, or the command that installs it), "layouts" (compiled, or why not) and "gpus".
     """
     names = dict.fromkeys([*_BASE, *(p for packages in EXTRAS.values() for p in packages)])
     packages = {name: _version(name) for name in names}
@@ -33,6 +35,7 @@ def doctor() -> Report:
         extra: "ready" if all(packages[p] for p in needed) else f"run: pip install 'halfbyte[{extra}]'"
         for extra, needed in EXTRAS.items()
     }
+    reason = compiled.missing()
     affinity = getattr(os, "sched_getaffinity", None)
     facts: dict[str, Any] = {
         "python": sys.version.split()[0],
@@ -42,6 +45,7 @@ def doctor() -> Report:
         "copy_file_range": hasattr(os, "copy_file_range"),
         "packages": packages,
         "extras": extras,
+        "layouts": f"moved by NumPy: {reason}" if reason else "compiled by Numba",
         "gpus": _gpus() if packages["torch"] else [],
     }
     return Report("doctor", (), facts)

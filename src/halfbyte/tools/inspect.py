@@ -110,7 +110,8 @@ def _groups(modules: list[Module]) -> list[dict[str, Any]]:
         counts = Counter(m.shape for m in members)
         shapes = sorted(counts)
         parameters = sum(prod(shape) * count for shape, count in counts.items())
-        nbytes = sum(_on_disk(t) for m in members for role, t in m.roles.items() if role not in _BESIDE)
+        places = {(t.file, t.start): _on_disk(t) for m in members for role, t in m.roles.items() if role not in _BESIDE}
+        nbytes = sum(places.values())  # codes and scales may lie in one buffer
         cls = "Router" if is_router(name) else module_class(name, len(shapes[0])) if kind != "other" else None
         listed.append(
             {"name": name, "kind": kind, "class": cls, "dtype": main.dtype if main else None}

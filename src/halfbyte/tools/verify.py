@@ -21,7 +21,9 @@ from halfbyte.findings import CAP, Finding, Report, capped, in_order
 from halfbyte.modules import Module, Reading
 from halfbyte.numerics import BLOCK, MX_BLOCK
 from halfbyte.patterns import fused_group
+from halfbyte.reading import reduced
 from halfbyte.stored import FLOATS, Stored
+from halfbyte.suspicion import TILE, readable, suspect, tiles
 from halfbyte.tools.base import CHUNK, Meter, Progress, chosen, run, worker_count
 from halfbyte.twins import Twins
 
@@ -314,6 +316,7 @@ class _Scan:
         zero: Any = None
         if scales is not None and scales.dtype in ("F8_E4M3", "U8") and module.kind == "nvfp4":
             zero = self._scales(module, scales)
+            self._order(module, scales)
         elif scales is not None and scales.dtype in ("F8_E8M0", "U8"):
             self._mx_scales(module, scales)
         elif scales is not None:
@@ -367,6 +370,33 @@ class _Scan:
                 Finding("HB117", tensor.name, got=f"{subnormal} blocks ({share}){self._of_sample(tensor)}")
             )
         return zero
+
+    def _order(self, module: Module, tensor: Stored) -> None:
+        """Report block scales that seem to lie in another order; looks at some tiles of rows, and at none of a sample.
+
+        These bytes have been read before, and are not counted again.
+        """
+        layout = reduced(self.checkpoint.reading, self.checkpoint.dialect.divides).scale_layout
+        columns = module.stack is not None and module.stack.columns
+        if self.sample is not None or columns or len(module.shape) < 2:
+            return
+        n, k = module.shape[-2:]
+        rows, blocks = prod(module.shape[:-1]), k // BLOCK
+        whole = n % TILE == 0 and k % BLOCK == 0 and tensor.nbytes == rows * blocks
+        if not whole or not readable(rows, blocks, layout):
+            return
+        starts = tiles(rows, blocks)
+        scales = np.empty((len(starts), TILE * blocks), np.uint8)
+        for start, tile in zip(starts, scales, strict=True):
+            self.checkpoint.read_into(tensor, start * blocks, tile)
+        found = suspect(scales.reshape(-1, blocks), layout)
+        if found is not None:
+            read, other = (f"{100 * share:.0f} %" for share in (found.share_read, found.share))
+            got = f"rows and columns explain {read} of log2(scale) as it is read, {other} as {found.scale_layout}"
+            option = f"--scale-layout {found.scale_layout if layout is None else layout}"
+            hint = f"try {option}" if layout is None else f"try it without {option}"
+            hint += "; only --against the dense model tells"
+            self.found.append(Finding("HB140", tensor.name, got=got, hint=hint))
 
     def _mx_scales(self, module: Module, tensor: Stored) -> None:
         """Report the bad block scales of MXFP4: FF alone is one."""
