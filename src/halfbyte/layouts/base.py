@@ -210,24 +210,32 @@ Record = tuple[int, int, int]
 
 
 class Executor(NamedTuple):
-    """What moves an array: "tiles" and "elements" are compiled by Numba, "numpy" is not."""
+    """What moves an array: "tiles" and "elements" are compiled by Numba, "triton" by Triton, the others by nothing."""
 
-    name: Literal["tiles", "elements", "numpy"]
+    name: Literal["tiles", "elements", "numpy", "triton", "torch"]
     why: str
 
 
-def executor(order: Order, shape: Sequence[int], *, codes: bool = False) -> Executor:
-    """What moves a NumPy array of ``shape`` (*E, N, K) by ``order``, both ways; torch tensors are moved by torch.
+def executor(order: Order, shape: Sequence[int], *, codes: bool = False, device: str | None = None) -> Executor:
+    """What moves an array of ``shape`` (*E, N, K) by ``order``, both ways.
 
-    Bytes, and packed codes, of at least ``SMALL`` bytes are moved by compiled code where Numba is installed (the extra
-    ``cpu``): by tiles of whole lines, or element by element where the statement's digits leave no tile.
+    Bytes, and packed codes, in NumPy arrays of at least ``SMALL`` bytes are moved by compiled code where Numba is
+    installed (the extra ``cpu``): by tiles of whole lines, or element by element where the statement's digits leave no
+    tile. Those in CUDA tensors are moved by compiled code where Triton is installed and every digit with a size has a
+    power of two of values. NumPy's and PyTorch's own operations move the rest.
 
     Args:
         order: of bytes, or of 4-bit codes.
         shape: in elements: for codes, K is twice the bytes of a row.
         codes: whether the elements are 4-bit codes.
+        device: that of a torch tensor, such as "cuda"; None for a NumPy array.
     """
-    return _chosen(order, tuple(shape), codes, None, prod(shape) // (2 if codes else 1))
+    if device is None:
+        return _chosen(order, tuple(shape), codes, None, prod(shape) // (2 if codes else 1))
+    if device.partition(":")[0] != "cuda":
+        return Executor("torch", f"the tensor is on {device}")
+    found: Executor = _cuda().executor(order, shape, codes=codes)
+    return found
 
 
 def _chosen(order: Order, shape: tuple[int, ...], codes: bool, record: Record | None, size: int) -> Executor:
@@ -314,6 +322,8 @@ def arrange(order: Order, a: Array) -> Array:
     """Run ``order`` forwards with the executor of a's library; see ``executor``."""
     if _is_compiled(order, a, a.shape, codes=False):
         return arrange_compiled(order, a, codes=False)
+    if _on_cuda(order, a, a.shape, codes=False):
+        return _cuda().run(order, a, (a.shape[-2], a.shape[-1]), 8, back=False)
     return _arrange(order, a)
 
 
@@ -322,13 +332,18 @@ def restore(order: Order, flat: Array, shape: tuple[int, int]) -> Array:
     _check_size(flat, order.count(shape))
     if _is_compiled(order, flat, (*flat.shape[:-1], *shape), codes=False):
         return restore_compiled(order, flat, shape, codes=False)
+    if _on_cuda(order, flat, (*flat.shape[:-1], *shape), codes=False):
+        return _cuda().run(order, flat, shape, 8, back=True)
     return _restore(order, flat, shape)
 
 
 def arrange_codes(order: Order, codes: Array) -> Array:
     """Packed codes (*E, N, K/2) to packed codes in memory order, (*E, ceil(count/2))."""
-    if _is_compiled(order, codes, (*codes.shape[:-1], 2 * codes.shape[-1]), codes=True):
+    shape = codes.shape[-2], 2 * codes.shape[-1]
+    if _is_compiled(order, codes, (*codes.shape[:-2], *shape), codes=True):
         return arrange_compiled(order, codes, codes=True)
+    if _on_cuda(order, codes, (*codes.shape[:-2], *shape), codes=True):
+        return _cuda().run(order, codes, shape, 4, back=False)
     whole = order.whole_bytes()
     if whole is not None:
         return _arrange(whole, _swap(codes) if order.high_first else codes)
@@ -340,6 +355,8 @@ def restore_codes(order: Order, flat: Array, shape: tuple[int, int]) -> Array:
     _check_size(flat, -(-order.count(shape) // 2))
     if _is_compiled(order, flat, (*flat.shape[:-1], *shape), codes=True):
         return restore_compiled(order, flat, shape, codes=True)
+    if _on_cuda(order, flat, (*flat.shape[:-1], *shape), codes=True):
+        return _cuda().run(order, flat, shape, 4, back=True)
     n, k = shape
     whole = order.whole_bytes()
     if whole is not None:
@@ -359,6 +376,18 @@ def _restore(order: Order, flat: Array, shape: tuple[int, int]) -> Array:
 def _check_size(flat: Array, size: int) -> None:
     if flat.shape[-1] != size:
         raise LayoutError("not the length of this order", got=tuple(flat.shape), expected=f"(*E, {size})")
+
+
+def _on_cuda(order: Order, a: Any, shape: Sequence[int], codes: bool) -> bool:
+    """Whether Triton moves this; if not, PyTorch does."""
+    bytes_on_cuda = is_torch(a) and a.is_cuda and a.dtype.itemsize == 1
+    return bytes_on_cuda and _cuda().refuse(order, shape, codes=codes) is None
+
+
+def _cuda() -> Any:
+    from halfbyte.layouts import cuda
+
+    return cuda
 
 
 def _swap(packed: Array) -> Array:
@@ -547,15 +576,18 @@ class Layout:
             k=packed.shape[-1],
         )
 
-    def executors(self, shape: Sequence[int]) -> dict[Plane, Executor]:
-        """What moves each plane of a weight of ``shape`` (*E, N, K) in NumPy arrays."""
+    def executors(self, shape: Sequence[int], device: str | None = None) -> dict[Plane, Executor]:
+        """What moves each plane of a weight of ``shape`` (*E, N, K) in NumPy arrays, or torch tensors on ``device``."""
         found: dict[Plane, Executor] = {}
         for parts in self.buffers.values():
             grids = {plane: (*shape[:-2], *self.grid(shape, plane)) for plane in parts}
             sizes = {plane: prod(grid) // (2 if plane == "codes" else 1) for plane, grid in grids.items()}
             for plane, grid in grids.items():
                 order, codes = self._order(plane)
-                found[plane] = _chosen(order, grid, codes, record_of(parts, plane), sum(sizes.values()))
+                if device is None:
+                    found[plane] = _chosen(order, grid, codes, record_of(parts, plane), sum(sizes.values()))
+                else:
+                    found[plane] = executor(order, grid, codes=codes, device=device)
         return found
 
     def _order(self, plane: Plane) -> tuple[Order, bool]:

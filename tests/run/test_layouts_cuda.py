@@ -1,0 +1,205 @@
+"""The executor of CUDA tensors: in Triton's interpreter, compiled without a GPU, and on one."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import moves
+from contract import VARIANTS, fitting
+from halfbyte.errors import LayoutError
+from halfbyte.layouts import LAYOUTS, Columns, Marlin, NPacked, Order, Rows, cuda
+from halfbyte.layouts.base import arrange, arrange_codes, executor, restore, restore_codes
+from helpers import assert_same_bytes, random_weight
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
+
+
+def test_every_word_is_written_once():
+    """Tiles run in any order on a GPU, and in turn in the interpreter: there no second write shows."""
+    count = 0
+    for order, codes, shape in [*moves.statements(), *moves.any_statements(300)]:
+        for back in (False, True):
+            plan = cuda.plan(order, shape, 4 if codes else 8, back)
+            if isinstance(plan, cuda.Plan):
+                assert (moves.stores(plan) == 1).all(), (order, shape, back)
+                count += 1
+    assert count > 700
+
+
+@needs_triton
+def test_as_numpy_in_the_interpreter():
+    tests = Path(moves.__file__).parent
+    paths = [str(tests.parent / "src"), str(tests), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    done = subprocess.run(
+        [sys.executable, "-m", "moves"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    moved, golden = map(int, done.stdout.split())
+    assert moved > 100
+    assert golden == 17
+
+
+@pytest.mark.parametrize(
+    ("order", "shape", "codes", "reason"),
+    [
+        (Columns(align=7).codes, (14, 32), True, "digit a has 7 values, which is no power of two"),
+        (Order("n k -> n -k"), (4, 32), False, "digit k has no size and runs backwards"),
+        (NPacked().codes, (3, 16), True, "pairs of codes are not whole bytes, by digits of n=3, k=16"),
+        (NPacked().codes, (0, 16), True, "nothing moves"),
+        (Rows().codes, (4, 16), True, "nothing moves"),
+        (NPacked().codes, (2**20, 2**16, 2**10), True, "more tiles than a launch takes"),
+    ],
+    ids=str,
+)
+@needs_triton
+def test_what_is_refused(order, shape, codes, reason):
+    assert cuda.refuse(order, shape, codes=codes) == reason
+    assert executor(order, shape, codes=codes, device="cuda") == ("torch", reason)
+
+
+@needs_triton
+def test_what_is_taken():
+    order = Marlin().codes
+    assert cuda.refuse(order, (2, 128, 256), codes=True) is None
+    assert executor(order, (2, 128, 256), codes=True, device="cuda:1") == (
+        "triton",
+        "tiles of 8192 bytes, by words of 8",
+    )
+    assert executor(order, (2, 128, 256), codes=True, device="cpu") == ("torch", "the tensor is on cpu")
+    with pytest.raises(LayoutError, match="not the size of this order"):
+        cuda.run(order, torch.zeros(2, 100, dtype=torch.uint8), (128, 256), 4, back=True)
+
+
+def test_without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    reason = "triton is not installed; run: pip install 'halfbyte[cuda]'"
+    assert cuda.refuse(Marlin().codes, (64, 64), codes=True) == reason
+
+
+@pytest.mark.gpu
+@needs_triton
+@needs_gpu
+def test_as_numpy_on_a_gpu():
+    assert moves.check_all("cuda", random=100) > 150
+    moves.check_wide("cuda")
+    assert moves.check_golden("cuda") == 17
+
+
+@pytest.mark.gpu
+@needs_triton
+@needs_gpu
+@pytest.mark.parametrize("shape", [((), 130, 64), ((3,), 24, 80), ((2, 2), 256, 192)], ids=str)
+@pytest.mark.parametrize("layout", VARIANTS, ids=lambda layout: layout.key)
+def test_layouts_on_a_gpu(layout, shape):
+    experts, n, k = shape
+    if layout.needs((*experts, n, k)):
+        return
+    weight = fitting(layout, random_weight(np.random.default_rng(0), n, k, experts))
+    expected = layout.pack(weight)
+    packed = layout.pack(weight.torch("cuda"))
+    for name, buffer in expected.buffers().items():
+        assert packed.buffers()[name].is_cuda
+        assert_same_bytes(packed.buffers()[name].cpu(), buffer)
+    for back in (packed.unpack(), expected.to("cuda").unpack()):
+        assert back.codes.is_cuda
+        assert back.torch("cpu").numpy().same(weight)
+
+
+@pytest.mark.gpu
+@needs_triton
+@needs_gpu
+def test_views_and_streams_on_a_gpu():
+    """A part of a tensor that begins at an odd address; another stream; a large matrix, again and again."""
+    order = Marlin().codes
+    whole = torch.randint(0, 256, (64 * 32 + 1,), dtype=torch.uint8)
+    part = whole.cuda()[1:].reshape(64, 32)
+    expected = arrange_codes(order, whole[1:].reshape(64, 32))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        moved = [arrange_codes(order, part) for _ in range(3)]
+    stream.synchronize()
+    for one in moved:
+        assert torch.equal(one.cpu(), expected)
+    large = torch.randint(0, 256, (4096, 4096), dtype=torch.uint8, device="cuda")
+    for _ in range(2):
+        assert torch.equal(restore_codes(order, arrange_codes(order, large), (4096, 8192)), large)
+        scales = arrange(Columns().scales, large)
+        assert torch.equal(scales.reshape(4096, 4096), large.T)
+        assert torch.equal(restore(Columns().scales, scales, (4096, 4096)), large)
+
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
+
+
+def compiled_for(capability, order, codes, shape, back):
+    """The kernel of a move, compiled without a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from halfbyte.layouts.cuda_kernel import move
+
+    made = cuda.plan(order, shape, 4 if codes else 8, back)
+    constants, names = made.constants, move.arg_names
+    assert names == ["source", "target", *constants]
+    pointer = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}[made.word]
+    source = ASTSource(
+        fn=move,
+        signature={"source": pointer, "target": pointer} | dict.fromkeys(constants, "constexpr"),
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", cuda.ALIGNED]] for i in range(2)},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": cuda.WARPS})
+
+
+def resources(kernel, folder):
+    """What the assembler says that a kernel uses: registers, bytes of stack and of local memory."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    said = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    return {name: int(re.search(rf"\b{name}:(\d+)", said)[1]) for name in ("REG", "STACK", "LOCAL")}
+
+
+STATEMENTS = list(
+    {
+        (order, codes, layout.grid((14336, 4096), "codes" if codes else "scales")): None
+        for layout in LAYOUTS
+        for order, codes in ((layout.codes, True), (layout.scales, False))
+    }
+)
+CASES = [(statement, back) for statement in STATEMENTS for back in (False, True)]
+COMPILED = [(ARCHITECTURES[i % len(ARCHITECTURES)], *case) for i, case in enumerate(CASES)]
+COMPILED += [(sm, case, back) for sm in ARCHITECTURES for case in STATEMENTS[-1:] for back in (False, True)]
+
+
+@needs_triton
+@pytest.mark.parametrize("start", range(4))
+def test_compiles_without_a_gpu(start, tmp_path):
+    """Every statement, both ways: vectors of 16 bytes at both ends, nothing spilled, little shared memory."""
+    for capability, (order, codes, shape), back in COMPILED[start::4]:
+        kernel = compiled_for(capability, order, codes, shape, back)
+        used = resources(kernel, tmp_path)
+        assert (used["STACK"], used["LOCAL"]) == (0, 0), (capability, order, back)
+        assert used["REG"] <= 128, (capability, order, back)
+        assert kernel.metadata.shared <= 48 << 10, (capability, order, back)
+        accesses = re.findall(r"(?:ld|st)\.global\.\S+", kernel.asm["ptx"])
+        assert {access.split(".", 2)[2] for access in accesses} <= {"v2.b64", "v4.b32"}, (capability, order, back)
+        assert len(accesses) >= 2
