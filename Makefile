@@ -12,10 +12,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py --out demo-out
 
-# The tests of the file side run from the wheel, in an environment without torch; two files of them also look for a
-# torch that is imported and not needed, which takes one that is there.
+# The tests of the file side run from the wheel, in an environment without torch and Numba; two files of them also look
+# for a torch that is imported and not needed, which takes one that is there, and one is about code of Numba's.
 test: $(VENV)/.test check
-	$(BIN)/python -m pytest tests/run tests/files/test_architecture.py tests/files/test_cli.py $(SPREAD)
+	$(BIN)/python -m pytest tests/run tests/files/test_architecture.py tests/files/test_cli.py tests/files/test_compiled.py $(SPREAD)
 	scripts/test_wheel $(PYTHON) $(SPREAD)
 
 check: $(VENV)/.test
