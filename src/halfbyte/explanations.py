@@ -232,9 +232,8 @@ EXPLANATIONS: Final[dict[str, str]] = {
         "A suspicion, not a fact. Rows and columns of a real weight differ in size; in the order that the note names "
         "they explain at least twice as much of log2(block scale) as in the order that is read, as where swizzled "
         "scales are taken for linear ones or the reverse, which gives garbage. It is judged from some of the rows, in "
-        "whole files only, where N is a multiple of 128 and K of 64. Of the 60 such weights of SmolLM2-135M none is "
-        "suspected; of the same 60 swizzled 59 are (128x4 and 8x4), and of linear ones read as 128x4 or 8x4 59 or 54; "
-        "scales without such structure never are. `verify --against` the dense model, with the option of the hint and "
+        "whole files only, where N is a multiple of 128 and K of 64; scales without such structure are not suspected. "
+        "`verify --against` the dense model, with the option of the hint and "
         "without it, decides."
     ),
     # config

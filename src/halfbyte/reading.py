@@ -14,16 +14,13 @@ import numpy as np
 
 from halfbyte.errors import FormatError, UsageError
 from halfbyte.experts import GATE_UP_ORDERS
-from halfbyte.layouts import Order
+from halfbyte.layouts import Atoms8x4, Atoms128x4
 from halfbyte.layouts.base import arrange, restore
 from halfbyte.modules import COMFY_TENSOR, Module, Reading
 from halfbyte.numerics import BLOCK, FULL_SCALE, reciprocal
 from halfbyte.stored import FLOATS, Stored, View, as_array, read_tensor
 
-ATOMS: Final = {
-    "128x4": Order("(nt n4 n32) (kt k4) -> nt kt n32 n4 k4", n4=4, n32=32, k4=4),
-    "8x4": Order("(nt n8) (kt k4) -> nt kt n8 k4", n8=8, k4=4),
-}
+ATOMS: Final = {"128x4": Atoms128x4().scales, "8x4": Atoms8x4().scales}
 """The orders of swizzled block scales."""
 
 NIBBLE_ORDERS: Final = ("low", "high")

@@ -515,4 +515,6 @@ def test_memory_for_zero_scales_is_bounded(columns, limit, told, tmp_path, monke
     for roles in made.values():
         roles["scales"].view(np.uint8)[0, 0] = 0
     save(tmp_path / "model.safetensors", stacked_experts("m.experts", made, columns=columns))
-    assert ("HB115" in {f.code for f in halfbyte.verify(tmp_path).findings}) is told
+    (finding,) = (f for f in halfbyte.verify(tmp_path).findings if f.code == "HB115")
+    assert (finding.got == "2 blocks") is told
+    assert (finding.got == "not counted") is not told

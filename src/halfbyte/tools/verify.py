@@ -346,7 +346,7 @@ class _Scan:
     def _scales(self, module: Module, tensor: Stored) -> Any:
         """Report bad block scales; returns the mask of zero ones, or None where there is none."""
         zero, subnormal, read = None, 0, 0
-        small = max(tensor.nbytes, 8 * max(tensor.shape, default=0)) <= _MASK
+        small, skipped = max(tensor.nbytes, 8 * max(tensor.shape, default=0)) <= _MASK, False
         bad = {code: _Places(self.cap) for code in ("HB103", "HB104")}
         for start, piece in self._chunks(tensor):
             if not piece.size:
@@ -359,11 +359,15 @@ class _Scan:
                 bad["HB104"].add(start, piece, (piece >= 128) & ~nan)
             if low < 8:
                 subnormal += int(np.count_nonzero((piece > 0) & (piece < 8)))
+            skipped |= low == 0 and not small
             if low == 0 and small:
                 zero = np.zeros(tensor.nbytes, bool) if zero is None else zero
                 zero[start : start + piece.nbytes] = piece == 0
         for code, places in bad.items():
             self._tell(code, module, tensor, places, "00 to 7E")
+        if skipped:
+            hint = "the zero scales of so large a tensor are not compared with its codes"
+            self.found.append(Finding("HB115", tensor.name, got="not counted", hint=hint))
         if subnormal:
             share = f"{100 * subnormal / read:.2g} %"
             self.found.append(
