@@ -12,13 +12,14 @@ import pytest
 import halfbyte
 from checkpoints import GOLDENS, SOURCE, environment
 
-BASE = ("errors", "findings", "numerics", "stored", "patterns")
+BASE = ("errors", "findings", "numerics", "stored", "patterns", "jit")
 MEANING = (*BASE, "arrays", "kinds", "weight")
 FILES = (*MEANING, "recipes", "layouts")
 STACKS = ("modules", "experts", "reading")
 RUN = (*MEANING, "layouts", "kernels")
 ARROWS: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "jit": ("errors",),
     "findings": ("errors",),
     "explanations": ("errors", "findings"),
     "numerics": ("errors",),

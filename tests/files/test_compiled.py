@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from checkpoints import environment
 from contract import VARIANTS, check_layout, fitting
+from halfbyte import jit
 from halfbyte.errors import LayoutError
 from halfbyte.layouts import (
     LAYOUTS,
@@ -31,7 +32,7 @@ from helpers import assert_same_bytes, modelopt, nibbles, random_weight
 from orders import PLANES, Plane, orders
 
 needs_numba = pytest.mark.skipif(
-    compiled.missing() is not None, reason=f"the compiled executor cannot run: {compiled.missing()}"
+    jit.missing() is not None, reason=f"the compiled executor cannot run: {jit.missing()}"
 )
 keyed = pytest.mark.parametrize("layout", VARIANTS, ids=lambda layout: layout.key)
 
@@ -202,7 +203,7 @@ def test_which_executor(monkeypatch):
     assert {name: e.name for name, e in Marlin().executors((1024, 4096)).items()} == {
         "codes": "tiles", "scales": "numpy",
     }  # fmt: skip
-    monkeypatch.setattr(compiled, "missing", lambda: "numba is not here")
+    monkeypatch.setattr(jit, "missing", lambda: "numba is not here")
     assert executor(Marlin().codes, (4096, 4096), codes=True) == ("numpy", "numba is not here")
 
 
@@ -263,12 +264,12 @@ def test_numba_that_may_not_compile(monkeypatch):
     import numba
 
     monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
-    assert compiled.missing() == "NUMBA_DISABLE_JIT is set"
+    assert jit.missing() == "NUMBA_DISABLE_JIT is set"
 
 
 def test_a_numba_that_fails(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert compiled.missing() == "numba is not installed; run: pip install 'halfbyte[cpu]'"
+    assert jit.missing() == "numba is not installed; run: pip install 'halfbyte[cpu]'"
 
     class Broken:
         def find_spec(self, name, path=None, target=None):
@@ -277,7 +278,7 @@ def test_a_numba_that_fails(monkeypatch):
 
     monkeypatch.delitem(sys.modules, "numba")
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    assert compiled.missing() == "numba cannot be imported: Numba needs NumPy 2.3 or less"
+    assert jit.missing() == "numba cannot be imported: Numba needs NumPy 2.3 or less"
 
 
 # -- what is refused, and shared --

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from halfbyte import jit
 from halfbyte.errors import LayoutError
 from halfbyte.layouts import compiled
 from halfbyte.numerics import BLOCK, Array, is_torch, pack_nibbles, unpack_nibbles
@@ -243,7 +244,7 @@ def _chosen(order: Order, shape: tuple[int, ...], codes: bool, record: Record | 
         return Executor("numpy", "nothing moves")
     if size < SMALL:
         return Executor("numpy", f"{size} bytes are fewer than {SMALL}")
-    reason = compiled.missing()
+    reason = jit.missing()
     if reason:
         return Executor("numpy", reason)
     move = _move(order, (shape[-2], shape[-1]), codes, record, False)

@@ -41,19 +41,6 @@ _LOCK: Final = threading.Lock()
 _COMPILED: Final[dict[Any, Callable[..., None]]] = {}
 
 
-def missing() -> str | None:
-    """None where Numba is at hand, else what to do; this imports it."""
-    try:
-        from numba import config
-    except ModuleNotFoundError as error:
-        if error.name == "numba":
-            return "numba is not installed; run: pip install 'halfbyte[cpu]'"
-        return f"numba cannot be imported: {error}"
-    except ImportError as error:
-        return f"numba cannot be imported: {error}"
-    return "NUMBA_DISABLE_JIT is set" if getattr(config, "DISABLE_JIT", 0) else None
-
-
 class Places(NamedTuple):
     """Where elements lie: (i, j) at ``rows[i] + columns[j]``, i64, in elements."""
 
@@ -337,7 +324,7 @@ def _tile_code(network: Network) -> Callable[..., None]:
 
 def emit(network: Network, builder: Any, source: Any, target: Any, loads: Any, stores: Any) -> None:
     """Write the code of a tile: the addresses are integers, those of the tables of offsets too."""
-    from llvmlite import ir  # type: ignore[import-untyped]
+    from llvmlite import ir
 
     nibble = int(network.bits == 4)
     total = len(network.order)

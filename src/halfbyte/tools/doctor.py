@@ -8,8 +8,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
+from halfbyte import jit
 from halfbyte.findings import Report
-from halfbyte.layouts import compiled
 
 EXTRAS: Final[dict[str, tuple[str, ...]]] = {
     "cpu": ("numba",),
@@ -35,7 +35,7 @@ def doctor() -> Report:
         extra: "ready" if all(packages[p] for p in needed) else f"run: pip install 'halfbyte[{extra}]'"
         for extra, needed in EXTRAS.items()
     }
-    reason = compiled.missing()
+    reason = jit.missing()
     affinity = getattr(os, "sched_getaffinity", None)
     facts: dict[str, Any] = {
         "python": sys.version.split()[0],

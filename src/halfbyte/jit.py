@@ -1,0 +1,211 @@
+"""Numba as every compiled part uses it: where machine code is kept, how many threads run it, and who may call it.
+
+Only modules that are loaded to run import this together with Numba; ``missing`` says why that would fail.
+
+Machine code is kept in a folder whose name is a digest of all source files of the package and of the versions that
+make the code, so that code of an older source cannot be found. A folder that cannot be written, or a file in it that
+is damaged, costs the compilation again and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, Final, TypeVar
+
+from halfbyte.errors import UnavailableError, UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_log = logging.getLogger("halfbyte")
+
+
+def missing() -> str | None:
+    """None where Numba is at hand, else what to do; this imports it."""
+    try:
+        from numba import config
+    except ModuleNotFoundError as error:
+        if error.name == "numba":
+            return "numba is not installed; run: pip install 'halfbyte[cpu]'"
+        return f"numba cannot be imported: {error}"
+    except ImportError as error:
+        return f"numba cannot be imported: {error}"
+    return "NUMBA_DISABLE_JIT is set" if getattr(config, "DISABLE_JIT", 0) else None
+
+
+def compiled(function: F | None = None, *, parallel: bool = False) -> Any:
+    """Compile a function when it is first called, and keep its machine code on disk.
+
+    Args:
+        function: plain Python that Numba compiles; arithmetic is IEEE's, and divisions by zero do not raise.
+        parallel: it uses ``prange``; call it by ``run``.
+    """
+    import numba
+
+    def decorate(function: F) -> Any:
+        code = numba.njit(nogil=True, error_model="numpy", parallel=parallel)(function)
+        code._cache = _cache_class()(function)
+        return code
+
+    return decorate if function is None else decorate(function)
+
+
+@functools.cache
+def thread_count() -> int:
+    """How many threads compute: HALFBYTE_THREADS, else one for each core that this process may use.
+
+    Raises:
+        UsageError: HALFBYTE_THREADS is not a positive number.
+    """
+    from numba import config
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    asked = os.environ.get("HALFBYTE_THREADS")
+    if asked and not (asked.isdecimal() and int(asked) > 0):
+        raise UsageError("HALFBYTE_THREADS is not a number of threads", got=repr(asked), expected="1 or more")
+    return min(int(asked) if asked else cores, int(config.NUMBA_NUM_THREADS))
+
+
+class _Layer:
+    """What is known of Numba's threads in this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.used = False
+        self.concurrent = False
+        self.forked = False
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._after_fork)
+
+    def _after_fork(self) -> None:
+        self.lock = threading.Lock()
+        self.forked, self.concurrent = self.used, False
+
+
+_layer: Final = _Layer()
+
+
+def run(code: Callable[..., None], *args: Any) -> None:
+    """Call parallel code on ``thread_count`` threads; safe from several threads of Python.
+
+    Numba's own layer of threads ("workqueue", used where the system has no OpenMP) aborts the process when two threads
+    of Python call it at once: there, calls wait for each other. GNU's OpenMP ends a child that was forked after its
+    parent used it: there, a call raises.
+
+    Raises:
+        UnavailableError: in such a child.
+        UsageError: as ``thread_count``.
+    """
+    if _layer.concurrent:
+        _on_threads(code, args)
+        return
+    if _layer.forked:
+        raise UnavailableError(
+            "this process was forked after its parent had computed with threads, which a fork does not copy",
+            hint='start processes by "spawn" or "forkserver": multiprocessing.get_context("spawn")',
+        )
+    with _layer.lock:
+        _on_threads(code, args)
+        if not _layer.used:
+            import numba
+
+            _layer.used = True
+            _layer.concurrent = numba.threading_layer() != "workqueue"
+
+
+def _on_threads(code: Callable[..., None], args: tuple[Any, ...]) -> None:
+    from numba import get_num_threads, set_num_threads
+
+    wanted, before = thread_count(), get_num_threads()  # those of this thread of Python
+    if wanted == before:
+        code(*args)
+        return
+    set_num_threads(wanted)
+    try:
+        code(*args)
+    finally:
+        set_num_threads(before)
+
+
+def cache_folder() -> Path:
+    """Where machine code of this source and these versions is kept; it need not exist."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(home)) / "halfbyte" / f"code-{_digest()}"  # noqa: PTH111 (a HOME that is missing)
+
+
+@functools.cache
+def _digest() -> str:
+    import llvmlite
+    import numba
+    import numpy as np
+
+    digest = hashlib.blake2b(digest_size=12)
+    digest.update(
+        repr((sys.version, platform.machine(), numba.__version__, llvmlite.__version__, np.__version__)).encode()
+    )
+    package = Path(__file__).parent
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"\0{file.relative_to(package)}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _announce(folder: str) -> None:
+    """One line in a process, the first time that something is compiled."""
+    _log.warning("compiling for this processor; the code is kept in %s", folder)
+
+
+@functools.cache
+def _cache_class() -> Any:
+    """Numba's cache of a function, in our folder, with a digest of what it holds, and without errors."""
+    from numba.core import caching, serialize
+
+    class Locator(caching.UserProvidedCacheLocator):  # type: ignore[misc]
+        def __init__(self, py_func: Any, py_file: str) -> None:
+            super().__init__(py_func, py_file)
+            self._cache_path = str(cache_folder())
+
+        @classmethod
+        def from_function(cls, py_func: Any, py_file: str) -> Any:
+            return cls(py_func, py_file)
+
+    class Proven(caching.CompileResultCacheImpl):  # type: ignore[misc]
+        _locator_classes: ClassVar[list[Any]] = [Locator]
+
+        def reduce(self, cres: Any) -> Any:
+            held = serialize.dumps(super().reduce(cres))
+            return hashlib.sha256(held).digest(), held
+
+        def rebuild(self, target_context: Any, payload: Any) -> Any:
+            digest, held = payload
+            if hashlib.sha256(held).digest() != digest:
+                raise ValueError("damaged machine code")
+            return super().rebuild(target_context, pickle.loads(held))
+
+    class Kept(caching.FunctionCache):  # type: ignore[misc]
+        _impl_class = Proven
+
+        def load_overload(self, sig: Any, target_context: Any) -> Any:
+            try:
+                found = super().load_overload(sig, target_context)
+            except Exception:  # whatever a damaged file raises
+                found = None
+            if found is None:
+                _announce(self.cache_path)
+            return found
+
+        def save_overload(self, sig: Any, data: Any) -> None:
+            with suppress(Exception):  # no room, no permission: compiled again next time
+                super().save_overload(sig, data)
+
+    return Kept
