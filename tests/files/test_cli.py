@@ -475,7 +475,7 @@ def test_doctor_without_any_extra(monkeypatch):
 def test_doctor_says_what_moves_layouts(monkeypatch):
     from halfbyte.tools import doctor as module
 
-    monkeypatch.setattr(module.compiled, "missing", lambda: None)
+    monkeypatch.setattr(module.jit, "missing", lambda: None)
     assert module.doctor().facts["layouts"] == "compiled by Numba"
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "numba", None)
