@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from halfbyte import layouts
-from halfbyte.layouts import base
+from halfbyte.layouts import executors
 
 SHAPES = [(14336, 4096), (4096, 14336), (4096, 4096)]
 
@@ -31,7 +31,7 @@ class Case:
 
     name: str
     layout: layouts.Layout
-    planes: tuple[base.Plane, ...]
+    planes: tuple[executors.Plane, ...]
     bound: float | None = None
 
 
@@ -68,12 +68,14 @@ class Planes:
     def there(self) -> None:
         for plane, a in self.rows.items():
             order, codes = self._order(plane)
-            base.arrange_compiled(order, a, codes, self.buffer, base.record_of(self.parts, plane))
+            executors.arrange_compiled(order, a, codes, self.buffer, executors.record_of(self.parts, plane))
 
     def back(self) -> None:
         for plane, a in self.rows.items():
             order, codes = self._order(plane)
-            base.restore_compiled(order, self.buffer, self.grids[plane], codes, a, base.record_of(self.parts, plane))
+            executors.restore_compiled(
+                order, self.buffer, self.grids[plane], codes, a, executors.record_of(self.parts, plane)
+            )
 
     def copy(self) -> None:
         start = 0
@@ -83,20 +85,24 @@ class Planes:
             start += flat.size
 
     def numpy_there(self) -> Any:
-        moved: dict[base.Plane, Any] = {}
+        moved: dict[executors.Plane, Any] = {}
         for plane, a in self.rows.items():
             order, codes = self._order(plane)
-            moved[plane] = base.arrange_codes(order, a) if codes else base.arrange(order, a)
-        return base.interleave(self.parts, moved)
+            moved[plane] = executors.arrange_codes(order, a) if codes else executors.arrange(order, a)
+        return executors.interleave(self.parts, moved)
 
     def numpy_back(self) -> Any:
-        flat = base.separate(self.parts, self.buffer)
+        flat = executors.separate(self.parts, self.buffer)
         for plane, grid in self.grids.items():
             order, codes = self._order(plane)
-            a = base.restore_codes(order, flat[plane], grid) if codes else base.restore(order, flat[plane], grid)
+            a = (
+                executors.restore_codes(order, flat[plane], grid)
+                if codes
+                else executors.restore(order, flat[plane], grid)
+            )
         return a
 
-    def _order(self, plane: base.Plane) -> tuple[layouts.Order, bool]:
+    def _order(self, plane: executors.Plane) -> tuple[layouts.Order, bool]:
         return (self.case.layout.codes, True) if plane == "codes" else (self.case.layout.scales, False)
 
 
@@ -116,9 +122,9 @@ def measure(case: Case, shape: tuple[int, int], megabytes: float) -> None:
         for _ in range(max(2, -(-9 // len(sets)))):
             ours += [seconds(getattr(planes, way)) for planes in sets]
             copies += [seconds(planes.copy) for planes in sets]
-        small, base.SMALL = base.SMALL, 1 << 62
+        small, executors.SMALL = executors.SMALL, 1 << 62
         numpy = statistics.median(seconds(getattr(first, f"numpy_{way}")) for _ in range(3))
-        base.SMALL = small
+        executors.SMALL = small
         rate, copy, slow = (first.nbytes / 1e9 / t for t in (statistics.median(ours), statistics.median(copies), numpy))
         bound = f"at least {case.bound:g}" if case.bound else ""
         what = f"{case.name:<15}{shape[0]:>6} x{shape[1]:>6}  {way:<6}"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import triton
 
-from halfbyte.layouts import LAYOUTS, Columns, ExpertsOutPair, Layout, Marlin, Order, Tiles64, Trtllm, base, cuda
+from halfbyte.layouts import LAYOUTS, Columns, ExpertsOutPair, Layout, Marlin, Order, Tiles64, Trtllm, cuda, executors
 
 SHAPES = ((28672, 8192), (14336, 4096))
 BOUND = 4.0
@@ -85,16 +85,16 @@ def planes() -> Iterator[tuple[Layout, str, Order]]:
 def moves(plane: str, order: Order, grid: tuple[int, int]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Into the order and back, as a pack and an unpack do it."""
     if plane == "codes":
-        return lambda x: base.arrange_codes(order, x), lambda x: base.restore_codes(order, x, grid)
-    return lambda x: base.arrange(order, x), lambda x: base.restore(order, x, grid)
+        return lambda x: executors.arrange_codes(order, x), lambda x: executors.restore_codes(order, x, grid)
+    return lambda x: executors.arrange(order, x), lambda x: executors.restore(order, x, grid)
 
 
 def eager(plane: str, order: Order, x: Any) -> Any:
     """Into the order by PyTorch's own operations."""
     if plane == "scales":
-        return base.arrange_torch(order, x)
+        return executors.arrange_torch(order, x)
     codes = torch.stack([x & 15, x >> 4], -1).flatten(-2)
-    moved = base.arrange_torch(order, codes)
+    moved = executors.arrange_torch(order, codes)
     return moved[..., 0::2] | (moved[..., 1::2] << 4)
 
 

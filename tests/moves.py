@@ -14,7 +14,7 @@ import torch
 
 from contract import VARIANTS
 from halfbyte.layouts import Marlin, Order, cuda
-from halfbyte.layouts.base import arrange_codes, arrange_numpy
+from halfbyte.layouts.executors import arrange_codes, arrange_numpy
 from halfbyte.weight import to_numpy
 from orders import PLANES
 

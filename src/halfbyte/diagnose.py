@@ -25,7 +25,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from halfbyte.errors import WeightError
-from halfbyte.layouts.base import arrange, restore
+from halfbyte.layouts.executors import arrange, restore
 from halfbyte.modules import Reading
 from halfbyte.numerics import (
     BLOCK,

@@ -15,7 +15,7 @@ import numpy as np
 from halfbyte.errors import FormatError, UsageError
 from halfbyte.experts import GATE_UP_ORDERS
 from halfbyte.layouts import Atoms8x4, Atoms128x4
-from halfbyte.layouts.base import arrange, restore
+from halfbyte.layouts.executors import arrange, restore
 from halfbyte.modules import COMFY_TENSOR, Module, Reading
 from halfbyte.numerics import BLOCK, FULL_SCALE, reciprocal
 from halfbyte.stored import FLOATS, Stored, View, as_array, read_tensor

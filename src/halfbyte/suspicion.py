@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from halfbyte.layouts import Order
-from halfbyte.layouts.base import arrange, restore
+from halfbyte.layouts.executors import arrange, restore
 
 __all__ = ["TILE", "WORDS", "Suspicion", "readable", "suspect", "tiles"]
 

@@ -22,7 +22,7 @@ from checkpoints import (
 from halfbyte import diagnose as dg
 from halfbyte.errors import FormatError, UsageError, WeightError
 from halfbyte.layouts import Order
-from halfbyte.layouts.base import arrange, restore
+from halfbyte.layouts.executors import arrange, restore
 from halfbyte.modules import Reading
 from halfbyte.numerics import pack_nibbles, unpack_nibbles
 from halfbyte.weight import Fp8Weight, Weight

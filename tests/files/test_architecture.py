@@ -93,10 +93,14 @@ CHAINS = {
 In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention."""
 
 EXECUTORS = {
-    "halfbyte.layouts.base": {"halfbyte.layouts.compiled", "halfbyte.layouts.cuda"},
-    "halfbyte.layouts.cuda": {"halfbyte.layouts.cuda_kernel"},
+    "order": set(),
+    "executors": {"order", "compiled", "cuda"},
+    "base": {"order", "executors"},
+    "cuda": {"order", "executors", "cuda_kernel"},
 }
-"""In layouts: base runs the executors that are compiled, the one for CUDA tensors loaded only to run."""
+LAYOUT = {"order", "executors", "base"}
+"""In layouts: order <- executors <- base <- each layout; executors run those that are compiled, the one for CUDA
+tensors loaded only to run."""
 
 MODULES = sorted(SOURCE.rglob("*.py"))
 ids = pytest.mark.parametrize("file", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
@@ -140,10 +144,7 @@ def test_arrows(file):
 
 @ids
 def test_nothing_is_imported_sideways(file):
-    """Inside a folder only its base.py, or what its chain says, and by its own __init__ all of it.
-
-    The base of layouts runs the executors that are compiled.
-    """
+    """Inside a folder only its base.py, or what its chain says, and by its own __init__ all of it."""
     name = dotted(file)
     if file.name in ("__init__.py", "__main__.py") or name.count(".") < 2:
         return
@@ -152,7 +153,8 @@ def test_nothing_is_imported_sideways(file):
     if folder.removeprefix("halfbyte.") in CHAINS:
         allowed = {f"{folder}.{sibling}" for sibling in CHAINS[folder.removeprefix("halfbyte.")].get(own, ())}
     else:
-        allowed = EXECUTORS.get(name, set()) | ({f"{folder}.base"} if own != "base" else set())
+        names = EXECUTORS.get(own, LAYOUT) if folder == "halfbyte.layouts" else {"base"} - {own}
+        allowed = {f"{folder}.{sibling}" for sibling in names}
     assert siblings <= allowed
 
 

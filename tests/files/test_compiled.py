@@ -23,24 +23,22 @@ from halfbyte.layouts import (
     NPacked,
     Order,
     Rows,
-    base,
     compiled,
     executor,
+    executors,
 )
-from halfbyte.layouts.base import arrange, arrange_codes, restore, restore_codes
+from halfbyte.layouts.executors import arrange, arrange_codes, restore, restore_codes
 from helpers import assert_same_bytes, modelopt, nibbles, random_weight
 from orders import PLANES, Plane, orders
 
-needs_numba = pytest.mark.skipif(
-    jit.missing() is not None, reason=f"the compiled executor cannot run: {jit.missing()}"
-)
+needs_numba = pytest.mark.skipif(jit.missing() is not None, reason=f"the compiled executor cannot run: {jit.missing()}")
 keyed = pytest.mark.parametrize("layout", VARIANTS, ids=lambda layout: layout.key)
 
 
 @pytest.fixture
 def forced(monkeypatch):
     """Compiled code moves every array, however small."""
-    monkeypatch.setattr(base, "SMALL", 0)
+    monkeypatch.setattr(executors, "SMALL", 0)
 
 
 @pytest.fixture
@@ -50,11 +48,11 @@ def rng():
 
 def by_numpy(function, *args):
     """What the function gives where NumPy moves everything."""
-    small, base.SMALL = base.SMALL, 1 << 62
+    small, executors.SMALL = executors.SMALL, 1 << 62
     try:
         return function(*args)
     finally:
-        base.SMALL = small
+        executors.SMALL = small
 
 
 # -- equal to NumPy --
@@ -114,9 +112,9 @@ def test_golden_weights(layout):
 def test_any_statement(order, shape, lead):
     a = np.random.default_rng(0).integers(1, 256, (*lead, *shape), np.uint8)
     if a.size:
-        flat = base.arrange_compiled(order, a, codes=False)
-        assert_same_bytes(flat, base.arrange_numpy(order, a))
-        assert_same_bytes(base.restore_compiled(order, flat, shape, codes=False), a)
+        flat = executors.arrange_compiled(order, a, codes=False)
+        assert_same_bytes(flat, executors.arrange_numpy(order, a))
+        assert_same_bytes(executors.restore_compiled(order, flat, shape, codes=False), a)
 
 
 @st.composite
@@ -140,9 +138,9 @@ def test_any_statement_of_powers_of_two(case, codes):
     order, shape = case
     rng = np.random.default_rng(0)
     a = rng.integers(0, 256, (shape[0], shape[1] // 2 if codes else shape[1]), np.uint8)
-    flat = base.arrange_compiled(order, a, codes)
+    flat = executors.arrange_compiled(order, a, codes)
     assert_same_bytes(flat, by_numpy(arrange_codes if codes else arrange, order, a))
-    assert_same_bytes(base.restore_compiled(order, flat, shape, codes), a)
+    assert_same_bytes(executors.restore_compiled(order, flat, shape, codes), a)
     assert not codes or np.array_equal(nibbles(flat)[: order.count(shape)], arrange(order, nibbles(a)))
 
 
@@ -179,7 +177,7 @@ def test_types_of_elements(rng):
         a = rng.integers(0, 2, (130, 20)).astype(dtype)
         flat = arrange(order, a)
         assert flat.dtype == dtype
-        assert_same_bytes(flat, base.arrange_numpy(order, a))
+        assert_same_bytes(flat, executors.arrange_numpy(order, a))
         assert_same_bytes(restore(order, flat, a.shape), a)
 
 
@@ -219,7 +217,7 @@ def test_every_layout_has_tiles(layout, plane):
         grid = layout.grid(shape, plane)
         parts = next(parts for parts in layout.buffers.values() if plane in parts)
         for back in (False, True):
-            move = base._move(order, grid, codes, base.record_of(parts, plane), back)
+            move = executors._move(order, grid, codes, executors.record_of(parts, plane), back)
             assert move.tiles is not None
             assert move.tiled > 0.9
 
@@ -233,7 +231,7 @@ def test_the_executor_that_is_named_runs(monkeypatch, rows, rng):
     order, a = Atoms128x4().scales, rng.integers(0, 256, (rows, 1024), np.uint8)
     flat = arrange(order, a)
     assert (ran == ["compiled"]) == (executor(order, a.shape).name != "numpy") == (rows == 1024)
-    assert_same_bytes(flat, base.arrange_numpy(order, a))
+    assert_same_bytes(flat, executors.arrange_numpy(order, a))
 
 
 def test_without_numba():
@@ -242,7 +240,7 @@ def test_without_numba():
 import sys
 import numpy as np
 from halfbyte.layouts import Marlin, executor
-from halfbyte.layouts.base import arrange, restore
+from halfbyte.layouts.executors import arrange, restore
 order, a = Marlin().scales, np.arange(2048 * 1024).astype(np.uint8).reshape(2048, 1024)
 small = a[:64, :64]
 assert (restore(order, arrange(order, small), small.shape) == small).all()
@@ -317,7 +315,7 @@ def test_threads_share_what_is_compiled(monkeypatch, rng):
 
     def work():
         together.wait()
-        found.append(base.arrange_compiled(order, a, codes=True))
+        found.append(executors.arrange_compiled(order, a, codes=True))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -336,7 +334,7 @@ def test_threads_share_what_is_compiled(monkeypatch, rng):
 GUARDED = """
 import ctypes, mmap, sys
 import numpy as np
-from halfbyte.layouts import Atoms128x4, Columns, Comfy, Gguf, Marlin, NPacked, Trtllm, base
+from halfbyte.layouts import Atoms128x4, Columns, Comfy, Gguf, Marlin, NPacked, Trtllm, executors
 
 libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -370,9 +368,9 @@ for layout, plane in cases:
             back = guarded(np.zeros_like(a), at_the_end)
             if beyond:
                 np.lib.stride_tricks.as_strided(rows, (rows.size + 1,), (1,))[-1].item()
-            record = base.record_of(parts, plane)
-            base.arrange_compiled(order, rows, codes, memory, record)
-            base.restore_compiled(order, memory, (n, k), codes, back, record)
+            record = executors.record_of(parts, plane)
+            executors.arrange_compiled(order, rows, codes, memory, record)
+            executors.restore_compiled(order, memory, (n, k), codes, back, record)
             assert (back == a).all()
 print("done")
 """

@@ -28,8 +28,8 @@ from halfbyte.layouts import (
     Trtllm,
     parse,
 )
-from halfbyte.layouts.base import arrange, arrange_codes, restore, restore_codes
 from halfbyte.layouts.drawing import drawing, with_drawings
+from halfbyte.layouts.executors import arrange, arrange_codes, restore, restore_codes
 from halfbyte.layouts.gate_up import ROWS
 from halfbyte.weight import Weight
 from helpers import assert_same_bytes, assert_within, exact, golden, modelopt, nibbles, random_weight

@@ -23,7 +23,7 @@ from checkpoints import (
 )
 from halfbyte.dialects import dialect_named
 from halfbyte.layouts import Order
-from halfbyte.layouts.base import arrange, restore
+from halfbyte.layouts.executors import arrange, restore
 from halfbyte.modules import Reading
 from halfbyte.reading import combined
 from halfbyte.twins import repair_command

@@ -7,7 +7,7 @@ import pytest
 
 import halfbyte
 from checkpoints import E4M3, call, expert_weights, named, nvfp4, save, stacked_experts
-from halfbyte.layouts.base import arrange_numpy, restore_numpy
+from halfbyte.layouts.executors import arrange_numpy, restore_numpy
 from halfbyte.modules import Reading
 from halfbyte.reading import ATOMS
 from halfbyte.suspicion import WORDS, readable, suspect, tiles

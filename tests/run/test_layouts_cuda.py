@@ -15,7 +15,7 @@ import moves
 from contract import VARIANTS, fitting
 from halfbyte.errors import LayoutError
 from halfbyte.layouts import LAYOUTS, Columns, Marlin, NPacked, Order, Rows, cuda
-from halfbyte.layouts.base import arrange, arrange_codes, executor, restore, restore_codes
+from halfbyte.layouts.executors import arrange, arrange_codes, executor, restore, restore_codes
 from helpers import assert_same_bytes, random_weight
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from contract import VARIANTS, check_layout, fitting
 from halfbyte.errors import LayoutError
 from halfbyte.layouts import Marlin, Order, Packed, Rows, Tiles, Tiles64
-from halfbyte.layouts.base import arrange, arrange_codes, restore, restore_codes
+from halfbyte.layouts.executors import arrange, arrange_codes, restore, restore_codes
 from halfbyte.weight import LossyWarning, to_torch
 from helpers import assert_same_bytes, modelopt, nibbles, random_weight
 from orders import PLANES, Plane, orders

@@ -8,14 +8,16 @@ from typing import Any
 
 from halfbyte.errors import LayoutError
 from halfbyte.layouts.atoms import Atoms8x4, Atoms128x4
-from halfbyte.layouts.base import Executor, Layout, Order, Packed, executor
+from halfbyte.layouts.base import Layout, Packed
 from halfbyte.layouts.columns import Columns
 from halfbyte.layouts.comfy import Comfy
+from halfbyte.layouts.executors import Executor, executor
 from halfbyte.layouts.experts_out_pair import ExpertsOutPair
 from halfbyte.layouts.gate_up import GateUp
 from halfbyte.layouts.gguf import Gguf
 from halfbyte.layouts.marlin import Marlin
 from halfbyte.layouts.npacked import NPacked
+from halfbyte.layouts.order import Order
 from halfbyte.layouts.rows import Rows
 from halfbyte.layouts.tiles64 import Tiles, Tiles64
 from halfbyte.layouts.trtllm import Trtllm

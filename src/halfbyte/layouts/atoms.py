@@ -40,7 +40,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from halfbyte.layouts.base import Layout, Order
+from halfbyte.layouts.base import Layout
+from halfbyte.layouts.order import Order
 
 
 @dataclass(frozen=True)

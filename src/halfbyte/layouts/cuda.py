@@ -17,7 +17,8 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 from halfbyte.errors import LayoutError
-from halfbyte.layouts.base import Executor, Order
+from halfbyte.layouts.executors import Executor
+from halfbyte.layouts.order import Order
 
 WARPS: Final = 4
 TILE: Final = 4096

@@ -9,7 +9,8 @@ from math import lcm, prod
 
 import numpy as np
 
-from halfbyte.layouts.base import Layout, Order
+from halfbyte.layouts.base import Layout
+from halfbyte.layouts.order import Order
 from halfbyte.numerics import BLOCK
 
 _SHOWN = 8

@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from halfbyte.errors import LayoutError
-from halfbyte.layouts.base import Layout, Order, first_true
+from halfbyte.layouts.base import Layout, first_true
+from halfbyte.layouts.order import Order
 from halfbyte.numerics import BLOCK, Array, is_torch
 from halfbyte.weight import Weight
 

@@ -43,7 +43,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from halfbyte.errors import LayoutError
-from halfbyte.layouts.base import Layout, Order, Packed, Plane, arrange, restore
+from halfbyte.layouts.base import Layout, Packed
+from halfbyte.layouts.executors import Plane, arrange, restore
+from halfbyte.layouts.order import Order
 from halfbyte.numerics import Array
 from halfbyte.weight import Weight
 

@@ -26,7 +26,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from halfbyte.layouts.base import Layout, Order, Plane
+from halfbyte.layouts.base import Layout
+from halfbyte.layouts.executors import Plane
+from halfbyte.layouts.order import Order
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from halfbyte.errors import LayoutError
-from halfbyte.layouts.base import Layout, Order, Packed, first_true
+from halfbyte.layouts.base import Layout, Packed, first_true
+from halfbyte.layouts.order import Order
 from halfbyte.numerics import E4M3_MAX, E4M3_VALUES, U8, Array, encode_e4m3, is_torch, lookup
 from halfbyte.weight import LossyWarning, Weight, to_numpy, to_torch
 

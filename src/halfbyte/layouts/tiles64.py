@@ -40,7 +40,8 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from halfbyte.errors import LayoutError
-from halfbyte.layouts.base import Layout, Order, Packed
+from halfbyte.layouts.base import Layout, Packed
+from halfbyte.layouts.order import Order
 from halfbyte.numerics import Array
 from halfbyte.weight import to_numpy
 

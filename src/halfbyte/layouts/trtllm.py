@@ -30,7 +30,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from halfbyte.layouts.base import Layout, Order
+from halfbyte.layouts.base import Layout
+from halfbyte.layouts.order import Order
 
 
 @dataclass(frozen=True)
