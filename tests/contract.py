@@ -21,6 +21,7 @@ from halfbyte.layouts import (
     Gguf,
     Layout,
     Marlin,
+    Packable,
     Packed,
     Rows,
     Tiles64,
@@ -28,10 +29,14 @@ from halfbyte.layouts import (
     parse,
 )
 from halfbyte.numerics import is_torch
-from halfbyte.weight import Weight, to_numpy
+from halfbyte.weight import to_numpy
 from helpers import assert_same_bytes, nibbles
 
-BAD_SCALES = {0x7F: "NaN", 0xFF: "NaN", 0x80: "negative", 0x81: "negative", 0xFE: "negative"}
+GROUPS = {"nvfp4": 16, "mxfp4": 32}
+BAD_SCALES = {
+    "nvfp4": {0x7F: "NaN", 0xFF: "NaN", 0x80: "negative", 0x81: "negative", 0xFE: "negative"},
+    "mxfp4": {0xFF: "NaN"},
+}
 
 VARIANTS: list[Layout] = [
     *LAYOUTS,
@@ -55,10 +60,18 @@ VARIANTS: list[Layout] = [
     GateUp("up_first", ExpertsOutPair()),
     GateUp("up_first_64", Rows()),
 ]
-"""Every layout, and every value of its fields."""
+"""Every layout, and every value of its fields, for NVFP4."""
+
+MX_VARIANTS: list[Layout] = [
+    Rows(kind="mxfp4"),
+    Columns(kind="mxfp4"),
+    Columns(align=7, kind="mxfp4"),
+    GateUp("up_first", Columns(align=16, kind="mxfp4")),
+]
+"""Those for MXFP4."""
 
 
-def check_layout(layout: Layout, weight: Weight) -> None:
+def check_layout(layout: Layout, weight: Packable) -> None:
     """Whatever ``layout`` accepts comes back bit for bit, lies where ``offset`` says, and is padded with zeros."""
     check_key(layout)
     reason = layout.needs(weight.shape)
@@ -71,6 +84,7 @@ def check_layout(layout: Layout, weight: Weight) -> None:
     assert packed.shape == weight.shape
     assert packed.nbytes == sum(b.nbytes for b in packed.buffers().values())
     for back in (packed.unpack(), layout.unpack(packed)):
+        assert type(back) is type(weight)
         assert back.same(weight)
         assert is_torch(back.codes) == is_torch(weight.codes)
     check_places(layout, weight, packed)
@@ -78,7 +92,7 @@ def check_layout(layout: Layout, weight: Weight) -> None:
     check_refusals(layout, weight)
 
 
-def check_shape_refused(layout: Layout, weight: Weight, reason: str) -> None:
+def check_shape_refused(layout: Layout, weight: Packable, reason: str) -> None:
     """The reason names an axis, its size and what it must be a multiple of; nothing is packed or taken as packed."""
     axis, _, size, *words, multiple = reason.split()
     assert weight.shape[{"N": -2, "K": -1}[axis]] == int(size)
@@ -87,12 +101,16 @@ def check_shape_refused(layout: Layout, weight: Weight, reason: str) -> None:
     with pytest.raises(LayoutError) as caught:
         layout.pack(weight)
     assert str(caught.value) == f"layout {layout.name} cannot hold this weight: {reason}: got {weight.shape}"
-    names = [*layout.buffers, *layout.extras, "scale2"]
     with pytest.raises(LayoutError, match=f"has no such shape: {reason}"):
-        Packed(layout, weight.shape, dict.fromkeys(names, weight.scale2))
+        Packed(layout, weight.shape, dict.fromkeys(always(layout), weight.codes))
 
 
-def fitting(layout: Layout, weight: Weight) -> Weight:
+def always(layout: Layout) -> list[str]:
+    """The buffers that every weight has in this layout."""
+    return [*layout.buffers, *layout.extras, *(["scale2"] if layout.kind == "nvfp4" else [])]
+
+
+def fitting(layout: Layout, weight: Packable) -> Packable:
     """A weight with values that the layout can hold, where it cannot hold all."""
     inner = layout.layout if isinstance(layout, GateUp) else layout
     scales = to_numpy(weight.scales)
@@ -117,12 +135,13 @@ def stored_bytes(layout: Layout, scales: Any) -> Any:
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
-def check_places(layout: Layout, weight: Weight, packed: Packed) -> None:
+def check_places(layout: Layout, weight: Packable, packed: Packed) -> None:
     """Every element sits at its offset, no two at one, and nothing but zeros elsewhere."""
     buffers, rng = packed.buffers(), np.random.default_rng(0)
-    n, k = weight.n, weight.scales.shape[-1] * 16
+    group, true_k = GROUPS[weight.kind], weight.shape[-1]
+    n, k = weight.shape[-2], weight.scales.shape[-1] * group
     left = {name: nibbles(buffers[name]) for name in layout.buffers}
-    scales = np.repeat(stored_bytes(layout, to_numpy(weight.scales)), 16, -1)
+    scales = np.repeat(stored_bytes(layout, to_numpy(weight.scales)), group, -1)
     for plane, values in (("codes", nibbles(weight.codes)), ("scales", scales)):
         (name,) = (name for name, parts in layout.buffers.items() if plane in parts)
         first, second = layout.offsets(weight.shape, plane)
@@ -132,14 +151,14 @@ def check_places(layout: Layout, weight: Weight, packed: Packed) -> None:
         flat = nibbles(buffers[name]) if plane == "codes" else to_numpy(buffers[name])
         assert_same_bytes(flat[..., at], values)
         places = np.unique(at)
-        assert places.size == (at.size if plane == "codes" else at.size // 16)
+        assert places.size == (at.size if plane == "codes" else at.size // group)
         for nibble in [places] if plane == "codes" else [2 * places, 2 * places + 1]:
             left[name][..., nibble] = 0
         if plane == "scales" and layout.buffers[name].keys() == {"codes", "scales"}:
             codes = np.add.outer(*layout.offsets(weight.shape, "codes"))
             assert not np.intersect1d(codes // 2, places).size
-        elements = [(r, c) for r in (0, n - 1) for c in (0, weight.k - 1)] if at.size else []
-        elements += [(int(rng.integers(n)), int(rng.integers(weight.k))) for _ in range(16 if at.size else 0)]
+        elements = [(r, c) for r in (0, n - 1) for c in (0, true_k - 1)] if at.size else []
+        elements += [(int(rng.integers(n)), int(rng.integers(true_k))) for _ in range(16 if at.size else 0)]
         for r, c in elements:
             assert layout.offset(r, c, weight.shape, plane) == at[r, c]
     for padding in left.values():
@@ -149,11 +168,11 @@ def check_places(layout: Layout, weight: Weight, packed: Packed) -> None:
             layout.offset(r, c, weight.shape)
 
 
-def check_buffers(packed: Packed, weight: Weight) -> None:
+def check_buffers(packed: Packed, weight: Packable) -> None:
     """The named buffers make the same again, and nothing else does."""
     layout, shape, buffers = packed.layout, packed.shape, packed.buffers()
-    optional = {name for name in ("input_scale", "pre_scale") if getattr(weight, name) is not None}
-    assert set(buffers) == {*layout.buffers, *layout.extras, "scale2"} | optional
+    optional = {name for name in ("input_scale", "pre_scale") if getattr(weight, name, None) is not None}
+    assert set(buffers) == {*always(layout)} | optional
     for again in (
         Packed.from_buffers(layout, shape, buffers),
         copy.copy(packed),
@@ -173,8 +192,10 @@ def check_buffers(packed: Packed, weight: Weight) -> None:
 def wrong_buffers(packed: Packed) -> dict[str, dict[str, Any]]:
     """Sets of buffers that are not those of ``packed``'s layout and shape."""
     good, names = packed.buffers(), list(packed.layout.buffers)
-    cases = {f"buffers without {name}": {k: b for k, b in good.items() if k != name} for name in (*names, "scale2")}
+    cases = {f"buffers without {name}": {k: b for k, b in good.items() if k != name} for name in always(packed.layout)}
     cases["buffers with another name"] = good | {"zeros": good[names[0]]}
+    if packed.layout.kind == "mxfp4":
+        cases["buffers with scale2"] = good | {"scale2": np.ones((*packed.shape[:-2], 1, 1), np.float32)}
     for name in names:
         cases[f"{name} that are too long"] = good | {name: _longer(good[name])}
     return cases
@@ -201,14 +222,14 @@ def check_key(layout: Layout) -> None:
         layout.name_of_a_field = 1  # type: ignore[attr-defined]
 
 
-def check_refusals(layout: Layout, weight: Weight) -> None:
+def check_refusals(layout: Layout, weight: Packable) -> None:
     """NaN and negative block scales are refused, and the first such block is named."""
     scales = to_numpy(weight.scales)
     if not scales.size:
         return
     places = {(0,) * scales.ndim, tuple(size // 2 for size in scales.shape), tuple(size - 1 for size in scales.shape)}
     for place in places:
-        for byte, what in BAD_SCALES.items():
+        for byte, what in BAD_SCALES[weight.kind].items():
             bad = scales.copy()
             bad[place] = byte
             bad[tuple(size - 1 for size in scales.shape)] = byte  # a second one, which is not the first

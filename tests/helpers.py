@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from halfbyte.checkpoint.reader import open_checkpoint
-from halfbyte.weight import Weight, to_numpy
+from halfbyte.weight import Mxfp4Weight, Weight, to_numpy
 
 GOLDEN = Path(__file__).parent / "golden"
 INPUTS = ("A", "B", "C", "D")
@@ -61,6 +61,16 @@ def random_weight(
         pre_scale=rng.uniform(0.5, 2, k).astype(ml_dtypes.bfloat16) if pre_scale else None,
         k=k,
     )
+
+
+def random_mxfp4(rng: np.random.Generator, n: int, k: int, experts: tuple[int, ...] = ()) -> Mxfp4Weight:
+    """Every code byte and every scale byte but NaN may come up; codes beyond K are 0."""
+    blocks = -(-k // 32)
+    codes = rng.integers(0, 256, (*experts, n, blocks * 16), np.uint8)
+    codes[..., -(-k // 2) :] = 0
+    if k % 2:
+        codes[..., k // 2] &= 15
+    return Mxfp4Weight(codes=codes, scales=rng.integers(0, 0xFF, (*experts, n, blocks), np.uint8), k=k)
 
 
 def nibbles(packed: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from contract import VARIANTS
+from contract import MX_VARIANTS, VARIANTS
 from halfbyte.layouts import Marlin, Order, cuda
 from halfbyte.layouts.executors import arrange_codes, arrange_numpy
 from halfbyte.weight import to_numpy
@@ -26,7 +26,7 @@ def statements() -> Iterator[tuple[Order, bool, tuple[int, int]]]:
     """Every order of every layout once: itself, whether it is of codes, and a matrix of each shape."""
     for shape in SHAPES:
         seen = set()
-        for layout in VARIANTS:
+        for layout in (*VARIANTS, *MX_VARIANTS):
             if layout.needs(shape):
                 continue
             cases = [

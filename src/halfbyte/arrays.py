@@ -206,6 +206,18 @@ def concat_arrays(arrays: Sequence[Array], axis: int) -> Array:
     return np.concatenate(arrays, axis)
 
 
+def check_parts(parts: Sequence[Any]) -> None:
+    """WeightError where weights cannot be joined along N: none at all, two libraries, or another K or E."""
+    if not parts:
+        raise WeightError("concat needs at least one weight")
+    *experts, _, k = parts[0].shape
+    for i, part in enumerate(parts):
+        if is_torch(part.codes) != is_torch(parts[0].codes):
+            raise WeightError(f"part {i} and part 0 are of two libraries", hint="use .torch() or .numpy() first")
+        if (*part.shape[:-2], part.shape[-1]) != (*experts, k):
+            raise WeightError(f"part {i} has another K or E", got=part.shape, expected=f"(*{tuple(experts)}, N, {k})")
+
+
 def stack_arrays(arrays: Sequence[Array]) -> Array:
     """Arrays of one library and shape along a new first axis."""
     if is_torch(arrays[0]):

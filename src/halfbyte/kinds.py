@@ -5,6 +5,7 @@ FP8 and INT8 weights also serve as the rounded twins that halfbyte.lossy makes; 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -17,11 +18,16 @@ from halfbyte.arrays import (
     as_bytes,
     as_f32,
     cast,
+    check_parts,
     checked_pre_scale,
     code_shape,
+    concat_arrays,
     frozen,
     library,
     per_tensor_or_row,
+    same_bits,
+    to_numpy,
+    to_torch,
 )
 from halfbyte.errors import WeightError
 from halfbyte.numerics import MX_BLOCK, Array, decode_e2m1, decode_e4m3, decode_e8m0, is_torch
@@ -51,6 +57,35 @@ class Mxfp4Weight(Immutable):
 
     def __repr__(self) -> str:
         return f"Mxfp4Weight(shape={self.shape}, {library(self.codes)})"
+
+    def replace(self, **changes: Any) -> Mxfp4Weight:
+        """A copy with some of the constructor's arguments changed."""
+        return Mxfp4Weight(**({"codes": self.codes, "scales": self.scales, "k": self.shape[-1]} | changes))
+
+    @staticmethod
+    def concat(parts: Sequence[Mxfp4Weight]) -> Mxfp4Weight:
+        """Join weights of equal K and expert axes along N; no bit of a part changes.
+
+        Raises:
+            WeightError: nothing to join, or parts that do not fit.
+        """
+        check_parts(parts)
+        joined = {name: concat_arrays([getattr(part, name) for part in parts], -2) for name in ("codes", "scales")}
+        return parts[0].replace(**joined)
+
+    def same(self, other: Mxfp4Weight) -> bool:
+        """Whether both hold the same bits: codes, scales and shape."""
+        return self.shape == other.shape and all(
+            same_bits(getattr(self, name), getattr(other, name)) for name in ("codes", "scales")
+        )
+
+    def torch(self, device: Any = None) -> Mxfp4Weight:
+        """The same weight as torch tensors, on ``device``; NumPy arrays are copied: torch has none read-only."""
+        return self.replace(codes=to_torch(self.codes, device), scales=to_torch(self.scales, device))
+
+    def numpy(self) -> Mxfp4Weight:
+        """The same weight as NumPy arrays."""
+        return self.replace(codes=to_numpy(self.codes), scales=to_numpy(self.scales))
 
     def dequantize(self, dtype: Any = "float32") -> Array:
         """The values, (*E, N, K): exact in f32, subnormals too, then rounded to ``dtype``.

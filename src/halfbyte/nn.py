@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from halfbyte.errors import HalfbyteError, MissingExtraError, UsageError
 from halfbyte.layouts import Packed
-from halfbyte.ops import linear, pack
+from halfbyte.ops import as_packed, linear, pack
 from halfbyte.weight import DenseWeight, Fp8Weight, Weight, to_torch
 
 try:
@@ -34,14 +34,14 @@ class Linear(torch.nn.Module):
         bias: (N,) float32, bfloat16 or float16.
 
     Raises:
-        UsageError: expert axes, or a bias that does not fit.
+        UsageError: another kind of weight, expert axes, or a bias that does not fit.
         WeightError: a null weight.
         LayoutError: a Weight that the layout rows cannot hold.
     """
 
     def __init__(self, weight: Packed | Weight, bias: Any = None) -> None:
         super().__init__()
-        packed = pack(weight) if isinstance(weight, Weight) else weight
+        packed = as_packed(weight)
         if len(packed.shape) != 2:
             raise UsageError("a Linear holds one matrix", got=packed.shape, expected="(N, K)")
         self.layout = packed.layout

@@ -16,33 +16,33 @@ import numpy as np
 
 from halfbyte.errors import UsageError
 from halfbyte.kernels import KERNELS, AttentionArgs, Call, LinearArgs, forced, select
-from halfbyte.kernels.base import Library, library_of
-from halfbyte.layouts import Layout, Packed, parse
+from halfbyte.kernels.base import Library, check_kind, library_of
+from halfbyte.layouts import Layout, Packable, Packed, parse
 from halfbyte.numerics import Array, is_torch
-from halfbyte.weight import Weight, dtype_name, float_dtype
+from halfbyte.weight import Mxfp4Weight, Weight, dtype_name, float_dtype
 
 __all__ = ["Plan", "attention", "linear", "pack", "plan", "unpack"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def pack(weight: Weight, layout: Layout | str = "rows") -> Packed:
+def pack(weight: Packable, layout: Layout | str = "rows") -> Packed:
     """The weight in a layout.
 
     Args:
         weight: NumPy arrays or torch tensors.
-        layout: a Layout, or its key such as "rows".
+        layout: a Layout, or its key such as "rows"; for an Mxfp4Weight "columns(kind=mxfp4)" and the like.
 
     Raises:
-        LayoutError: an unknown layout, or a shape or value that it cannot hold.
+        LayoutError: an unknown layout, or a kind, shape or value that it cannot hold.
         WeightError: a null weight.
     """
-    if not isinstance(weight, Weight):
+    if not isinstance(weight, Weight | Mxfp4Weight):
         raise UsageError("not a weight", got=type(weight).__name__, expected="a Weight; see halfbyte.quantize")
     return (parse(layout) if isinstance(layout, str) else layout).pack(weight)
 
 
-def unpack(packed: Packed) -> Weight:
+def unpack(packed: Packed) -> Packable:
     """The weight again, bit for bit."""
     return packed.unpack()
 
@@ -114,7 +114,7 @@ def plan(
         UsageError: an argument that cannot be meant.
         NoKernelError: nothing accepts this call; the error lists each candidate and why it declined.
     """
-    packed = _as_packed(weight)
+    packed = as_packed(weight)
     if rows < 0:
         raise UsageError("rows cannot be negative", got=rows)
     if op != LinearArgs.op:
@@ -166,7 +166,7 @@ def linear(x: Array, w: Packed | Weight, bias: Array | None = None, *, out_dtype
         LayoutError: a Weight that the layout rows cannot hold.
         NoKernelError: nothing accepts this call; the error lists each candidate and why it declined.
     """
-    packed = _as_packed(w)
+    packed = as_packed(w)
     n, k = packed.shape[-2:]
     _check_arrays(x, packed, bias)
     lead = tuple(x.shape[:-1])
@@ -212,12 +212,19 @@ def attention(args: AttentionArgs) -> Array:
     return args.out
 
 
-def _as_packed(weight: Packed | Weight) -> Packed:
+def as_packed(weight: Packed | Weight) -> Packed:
+    """What kernels take; a Weight is packed as rows.
+
+    Raises:
+        UsageError: another kind of weight than NVFP4.
+    """
     if isinstance(weight, Packed):
+        check_kind(weight.layout)
         return weight
     if isinstance(weight, Weight):
         return pack(weight)
-    raise UsageError("not a weight", got=type(weight).__name__, expected="a Packed or a Weight")
+    hint = "cast it with halfbyte.mxfp4.to_nvfp4" if isinstance(weight, Mxfp4Weight) else None
+    raise UsageError("not a weight", got=type(weight).__name__, expected="a Packed or a Weight", hint=hint)
 
 
 def _check_arrays(x: Array, packed: Packed, bias: Array | None) -> None:

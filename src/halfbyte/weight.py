@@ -19,6 +19,7 @@ from halfbyte.arrays import (
     as_bytes,
     broadcast,
     cast,
+    check_parts,
     checked_pre_scale,
     code_shape,
     concat_arrays,
@@ -354,18 +355,11 @@ class Weight(Immutable):
         Raises:
             WeightError: nothing to join, parts that do not fit, or scale2 that "equal" or "shift" cannot join.
         """
-        if not parts:
-            raise WeightError("concat needs at least one weight")
+        check_parts(parts)
         if policy not in ("exact", "equal", "shift", "common"):
             raise WeightError("unknown policy", got=repr(policy), expected="'exact', 'equal', 'shift' or 'common'")
         first = parts[0]
         for i, part in enumerate(parts[1:], 1):
-            if is_torch(part.codes) != is_torch(first.codes):
-                raise WeightError(f"part {i} and part 0 are of two libraries", hint="use .torch() or .numpy() first")
-            if (part.k, part.experts) != (first.k, first.experts):
-                raise WeightError(
-                    f"part {i} has another K or E", got=part.shape, expected=f"(*{first.experts}, N, {first.k})"
-                )
             for name in ("input_scale", "pre_scale"):
                 if not equal_or_none(getattr(part, name), getattr(first, name)):
                     raise WeightError(

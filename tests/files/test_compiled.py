@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoints import environment
-from contract import VARIANTS, check_layout, fitting
+from contract import MX_VARIANTS, VARIANTS, check_layout, fitting
 from halfbyte import jit
 from halfbyte.errors import LayoutError
 from halfbyte.layouts import (
@@ -28,7 +28,7 @@ from halfbyte.layouts import (
     executors,
 )
 from halfbyte.layouts.executors import arrange, arrange_codes, restore, restore_codes
-from helpers import assert_same_bytes, modelopt, nibbles, random_weight
+from helpers import assert_same_bytes, modelopt, nibbles, random_mxfp4, random_weight
 from orders import PLANES, Plane, orders
 
 needs_numba = pytest.mark.skipif(jit.missing() is not None, reason=f"the compiled executor cannot run: {jit.missing()}")
@@ -65,6 +65,19 @@ def by_numpy(function, *args):
 def test_contract(layout, shape, rng):
     experts, n, k = shape
     check_layout(layout, random_weight(rng, n, k, experts, per_row=True))
+
+
+@needs_numba
+@pytest.mark.usefixtures("forced")
+@pytest.mark.parametrize("shape", [((), 130, 288), ((2,), 256, 192), ((), 3, 40), ((), 0, 32)], ids=str)
+@pytest.mark.parametrize("layout", MX_VARIANTS, ids=lambda layout: layout.key)
+def test_contract_of_mxfp4(layout, shape, rng):
+    experts, n, k = shape
+    weight = random_mxfp4(rng, n, k, experts)
+    check_layout(layout, weight)
+    if not layout.needs(weight.shape):
+        for name, buffer in by_numpy(layout.pack, weight).buffers().items():
+            assert_same_bytes(layout.pack(weight).buffers()[name], buffer)
 
 
 @needs_numba
@@ -207,7 +220,7 @@ def test_which_executor(monkeypatch):
 
 @pytest.mark.parametrize(
     ("layout", "plane"),
-    [(layout, plane) for layout in VARIANTS for plane in ("codes", "scales")],
+    [(layout, plane) for layout in (*VARIANTS, *MX_VARIANTS) for plane in ("codes", "scales")],
     ids=lambda x: getattr(x, "key", x),
 )
 def test_every_layout_has_tiles(layout, plane):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import MISSING, FrozenInstanceError, fields, replace
 
 import numpy as np
@@ -24,9 +25,10 @@ from halfbyte.kernels import (
     select,
 )
 from halfbyte.kernels.descriptors import c_struct
-from halfbyte.layouts import Rows
-from halfbyte.ops import attention, pack
-from halfbyte.weight import Weight
+from halfbyte.layouts import Columns, Rows
+from halfbyte.mxfp4 import to_nvfp4
+from halfbyte.ops import attention, linear, pack, plan
+from halfbyte.weight import Mxfp4Weight, Weight
 
 BUNDLES = (LinearArgs, LlmFmha, LlmFmhaPaged, VitFmha, FmhaV2Llm, FmhaV2Vit)
 
@@ -480,6 +482,28 @@ class TestLinearArgs:
         made = {"x": np.zeros((2, 16)), "weight": self.weight, "bias": None, "out": np.zeros((2, 4))}
         with said(message):
             LinearArgs(**(made | changes))
+
+    @pytest.mark.parametrize("layout", [Rows("mxfp4"), Columns(kind="mxfp4")], ids=lambda layout: layout.key)
+    def test_mxfp4_is_refused(self, layout):
+        """Before any kernel is asked, whoever makes the call."""
+        mx = Mxfp4Weight(codes=np.zeros((4, 16), np.uint8), scales=np.full((4, 1), 127, np.uint8))
+        packed, x, out = layout.pack(mx), np.ones((2, 32), np.float32), np.zeros((2, 4), np.float32)
+        about = {"rows": 2, "dtype": "float32", "out_dtype": "float32", "device": "cpu", "library": "numpy"}
+        hint = "cast it with halfbyte.mxfp4.to_nvfp4"
+        for made in (
+            lambda: linear(x, packed),
+            lambda: plan("linear", packed, rows=2),
+            lambda: LinearArgs(x=x, weight=packed, bias=None, out=out),
+            lambda: Call.on(packed, bias=False, **about),
+            lambda: Call(layout=layout, shape=(4, 32), per_row=False, pre_scale=False, bias=False, **about),
+        ):
+            got = re.escape(f"mxfp4 in the layout {layout.key}")
+            with said(f"kernels compute with NVFP4 weights: got {got}; {hint} and pack that"):
+                made()
+        for made in (lambda: linear(x, mx), lambda: plan("linear", mx, rows=2)):
+            with said(f"not a weight: got Mxfp4Weight, expected a Packed or a Weight; {hint}"):
+                made()
+        assert linear(x, to_nvfp4(mx)).tolist() == [[0.0] * 4] * 2
 
     def test_its_call(self):
         args = LinearArgs(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from contract import VARIANTS, check_layout
+from contract import MX_VARIANTS, VARIANTS, check_layout
 from halfbyte import layouts
 from halfbyte.errors import LayoutError, WeightError
 from halfbyte.layouts import (
@@ -31,8 +31,17 @@ from halfbyte.layouts import (
 from halfbyte.layouts.drawing import drawing, with_drawings
 from halfbyte.layouts.executors import arrange, arrange_codes, restore, restore_codes
 from halfbyte.layouts.gate_up import ROWS
-from halfbyte.weight import Weight
-from helpers import assert_same_bytes, assert_within, exact, golden, modelopt, nibbles, random_weight
+from halfbyte.weight import Fp8Weight, Mxfp4Weight, Weight
+from helpers import (
+    assert_same_bytes,
+    assert_within,
+    exact,
+    golden,
+    modelopt,
+    nibbles,
+    random_mxfp4,
+    random_weight,
+)
 from orders import PLANES, Plane, orders
 from places import PLACES
 
@@ -74,6 +83,16 @@ keyed = pytest.mark.parametrize("layout", VARIANTS, ids=lambda layout: layout.ke
 def test_contract(layout, shape, full, rng):
     experts, n, k = shape
     check_layout(layout, random_weight(rng, n, k, experts, per_row=full, input_scale=full, pre_scale=full))
+
+
+mx_keyed = pytest.mark.parametrize("layout", MX_VARIANTS, ids=lambda layout: layout.key)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=ids)
+@mx_keyed
+def test_contract_of_mxfp4(layout, shape, rng):
+    experts, n, k = shape
+    check_layout(layout, random_mxfp4(rng, n, k, experts))
 
 
 @keyed
@@ -170,6 +189,10 @@ def test_a_drawing():
 
 def test_keys():
     assert Marlin().key == ("marlin(pad_n=64, pad_k=16, scale_format=e4m3, dtype=bfloat16, rule=max, lossy=False)")
+    assert (Columns(8).key, Columns(8, "mxfp4").key) == ("columns(align=8)", "columns(align=8, kind=mxfp4)")
+    assert (Rows().key, Rows("mxfp4").key) == ("rows", "rows(kind=mxfp4)")
+    assert parse("columns(kind=mxfp4)") == Columns(kind="mxfp4")
+    assert parse("rows(kind=nvfp4)") == Rows()
     assert parse("marlin") == Marlin()
     assert parse("marlin(lossy=True,scale_format=s0e5m3)") == Marlin(scale_format="s0e5m3", lossy=True)
     assert parse(" columns(align=128) ") == Columns(align=128)
@@ -192,6 +215,118 @@ def test_null_is_not_packed():
         Rows().pack(Weight.null((4, 32)))
 
 
+# -- MXFP4 --
+
+
+@pytest.mark.parametrize("align", [1, 4, 16, 128])
+@pytest.mark.parametrize(("n", "k"), [(5, 96), (3, 40), (128, 64), (1, 32)])
+def test_mxfp4_in_columns(align, n, k, rng):
+    """Bytes of codes (K/2, pitch) and scales (K/32, pitch), transposed by NumPy; every byte between them is zero."""
+    weight, pitch = random_mxfp4(rng, n, k), -(-n // align) * align
+    buffers = Columns(align, "mxfp4").pack(weight).buffers()
+    assert buffers.keys() == {"codes", "scales"}
+    for name, rows in (("codes", 16 * -(-k // 32)), ("scales", -(-k // 32))):
+        wanted = np.zeros((rows, pitch), np.uint8)
+        wanted[:, :n] = getattr(weight, name).T
+        assert_same_bytes(buffers[name], wanted.reshape(-1))
+
+
+def test_mxfp4_of_a_vocabulary(rng):
+    """248077 rows of 32 at 128: the pitch is 248192 in both buffers, and its last 115 columns are zero."""
+    weight = random_mxfp4(rng, 248077, 32)
+    layout = Columns(align=128, kind="mxfp4")
+    packed = layout.pack(weight)
+    codes, scales = (packed.buffers()[name].reshape(-1, 248192) for name in ("codes", "scales"))
+    assert (codes.shape, scales.shape) == ((16, 248192), (1, 248192))
+    assert_same_bytes(codes[:, :248077], weight.codes.T)
+    assert_same_bytes(scales[:, :248077], weight.scales.T)
+    assert not codes[:, 248077:].any()
+    assert not scales[:, 248077:].any()
+    assert layout.offset(248076, 31, weight.shape) == 2 * (15 * 248192 + 248076) + 1
+    assert layout.offset(248076, 31, weight.shape, "scales") == 248076
+    assert packed.unpack().same(weight)
+
+
+def test_several_mxfp4_weights_in_one_twin(rng):
+    """Columns of the parts side by side, in one buffer whose pitch covers all."""
+    parts = [random_mxfp4(rng, n, 64) for n in (3, 0, 5)]
+    whole = Mxfp4Weight.concat(parts)
+    assert whole.shape == (8, 64)
+    buffers = Columns(4, "mxfp4").pack(whole).buffers()
+    codes, scales = buffers["codes"].reshape(32, 8), buffers["scales"].reshape(2, 8)
+    for part, columns in ((parts[0], slice(0, 3)), (parts[2], slice(3, 8))):
+        assert_same_bytes(codes[:, columns], part.codes.T)
+        assert_same_bytes(scales[:, columns], part.scales.T)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in VARIANTS if layout.of_kind("mxfp4") is None], ids=str)
+def test_layouts_of_nvfp4_alone(layout, rng):
+    with pytest.raises(LayoutError) as caught:
+        layout.pack(random_mxfp4(rng, 128, 64))
+    assert str(caught.value) == (
+        f"layout {layout.name} does not pack this kind of weight: got mxfp4, expected nvfp4; "
+        "cast it with halfbyte.mxfp4.to_nvfp4"
+    )
+
+
+def test_which_layouts_pack_mxfp4():
+    assert [layout.name for layout in LAYOUTS if layout.of_kind("mxfp4")] == ["rows", "columns", "gate_up"]
+    assert Columns(align=3).of_kind("mxfp4") == Columns(align=3, kind="mxfp4")
+    assert Columns().of_kind("fp8") is None
+    assert GateUp("up_first", Gguf()).of_kind("nvfp4") == GateUp("up_first", Gguf())
+
+
+@pytest.mark.parametrize(
+    ("layout", "hint"),
+    [
+        (Columns(128), "use columns(align=128, kind=mxfp4), or cast it with halfbyte.mxfp4.to_nvfp4"),
+        (Rows(), "use rows(kind=mxfp4), or cast it with halfbyte.mxfp4.to_nvfp4"),
+        (
+            GateUp("up_first", Rows()),
+            "use gate_up(order=up_first, layout=rows(kind=mxfp4)), or cast it with halfbyte.mxfp4.to_nvfp4",
+        ),
+    ],
+    ids=lambda x: getattr(x, "key", ""),
+)
+def test_the_kind_is_stated(layout, hint, rng):
+    """A layout never takes a weight of the other kind; the error tells which layout does."""
+    name = f"layout {layout.name} does not pack this kind of weight"
+    with pytest.raises(LayoutError) as caught:
+        layout.pack(random_mxfp4(rng, 4, 32))
+    assert str(caught.value) == f"{name}: got mxfp4, expected nvfp4; {hint}"
+    with pytest.raises(LayoutError) as caught:
+        layout.of_kind("mxfp4").pack(random_weight(rng, 4, 32))
+    assert str(caught.value) == f"{name}: got nvfp4, expected mxfp4; use {layout.key}"
+    with pytest.raises(LayoutError) as caught:
+        layout.pack(Fp8Weight(data=np.zeros((4, 32), np.uint8), scale=1.0))
+    assert str(caught.value) == f"{name}: got fp8, expected nvfp4"
+
+
+def test_buffers_of_the_other_kind(rng):
+    """Of one shape the kinds have scales of other lengths; the layout says which these are."""
+    mx, nv = random_mxfp4(rng, 4, 64), random_weight(rng, 4, 64)
+    given, layout = Columns(kind="mxfp4").pack(mx), Columns()
+    with pytest.raises(LayoutError) as caught:
+        Packed(layout, mx.shape, given.buffers())
+    assert str(caught.value) == "wrong buffers: got ['codes', 'scales'], expected codes, scales, scale2"
+    with pytest.raises(LayoutError) as caught:
+        Packed(layout, mx.shape, given.buffers() | {"scale2": np.ones((1, 1), np.float32)})
+    assert str(caught.value) == "buffer scales does not fit: got uint8 (8,), expected uint8 (16,)"
+    with pytest.raises(LayoutError) as caught:
+        Packed(given.layout, nv.shape, layout.pack(nv).buffers())
+    assert str(caught.value) == "wrong buffers: got ['codes', 'scale2', 'scales'], expected codes, scales"
+    assert repr(given) == "Packed(columns(align=1, kind=mxfp4), shape=(4, 64), 136 bytes)"
+
+
+def test_a_drawing_of_mxfp4():
+    assert drawing(Columns(kind="mxfp4")).splitlines()[-4:] == [
+        "    step  size  moves by",
+        "    1     N     +1 n",
+        "    N     K/32  +32 k",
+        "    first: n0 k0, n1 k0, n2 k0, n3 k0, n4 k0, n5 k0, n6 k0, n7 k0",
+    ]
+
+
 # -- keys --
 
 
@@ -209,6 +344,8 @@ def test_null_is_not_packed():
         "columns(align=-1)",
         "columns(align=1.5)",
         "columns(align=)",
+        "columns(kind=fp8)",
+        "gguf(kind=mxfp4)",
         "marlin(scale_format=e5m2)",
         "marlin(pad_n=32)",
         "marlin(pad_k=8)",
@@ -244,7 +381,7 @@ def test_unknown_key_text():
     )
     with pytest.raises(LayoutError) as caught:
         parse("rows(align=16)")
-    assert str(caught.value) == "layout rows has no such field: got ['align'], expected []"
+    assert str(caught.value) == "layout rows has no such field: got ['align'], expected ['kind']"
 
 
 # -- what Packed refuses --

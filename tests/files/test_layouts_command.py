@@ -54,6 +54,9 @@ def test_fields():
         "choices": ["e4m3", "s0e5m3"],
         "type": "str",
     }
+    (kind,) = (f for f in entry("columns")["fields"] if f["name"] == "kind")
+    assert (kind["value"], kind["choices"]) == ("nvfp4", ["nvfp4", "mxfp4"])
+    assert "K/32" in call("layouts", "columns(kind=mxfp4)").stdout
     assert fields["lossy"]["choices"] == [False, True]
     assert (fields["pad_n"]["value"], fields["pad_n"]["choices"], fields["pad_n"]["type"]) == (64, None, "int")
     assert "scale_format=e4m3|s0e5m3 (e4m3)" in call("layouts", "marlin").stdout
@@ -79,6 +82,7 @@ def test_needs_are_those_of_the_layout(key, needs):
 def test_what_is_refused():
     """The words, and that the layout does refuse such a weight."""
     assert entry("rows")["refuses"] == "NaN and negative block scales"
+    assert entry("gate_up(order=up_first, layout=rows(kind=mxfp4))")["refuses"] == "NaN block scales"
     rng = np.random.default_rng(0)
     weight = Weight(
         codes=rng.integers(0, 256, (64, 16), np.uint8), scales=rng.integers(1, 0x7F, (64, 2), np.uint8), scale2=1.0

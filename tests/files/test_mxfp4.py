@@ -14,7 +14,7 @@ import halfbyte
 from halfbyte import mxfp4
 from halfbyte.errors import WeightError
 from halfbyte.weight import LossyWarning, Mxfp4Weight
-from helpers import assert_same_bytes, golden, nibbles
+from helpers import assert_same_bytes, golden, nibbles, random_mxfp4
 
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 VALUES = np.concatenate([MAGNITUDES, -MAGNITUDES])
@@ -115,6 +115,33 @@ def test_facts(rng):
         assert not other.codes.flags.writeable
         assert not other.scales.flags.writeable
     assert codes.flags.writeable
+
+
+def test_concat(rng):
+    parts = [random_mxfp4(rng, n, 40, (2,)) for n in (3, 0, 2)]
+    whole = Mxfp4Weight.concat(parts)
+    assert whole.shape == (2, 5, 40)
+    for name in ("codes", "scales"):
+        assert_same_bytes(getattr(whole, name)[:, :3], getattr(parts[0], name))
+        assert_same_bytes(getattr(whole, name)[:, 3:], getattr(parts[2], name))
+    assert Mxfp4Weight.concat(parts[:1]).same(parts[0])
+
+
+def test_what_cannot_be_joined(rng):
+    a = random_mxfp4(rng, 3, 40)
+    assert str(refusal(Mxfp4Weight.concat, [])) == "concat needs at least one weight"
+    for b in (random_mxfp4(rng, 3, 64), random_mxfp4(rng, 3, 41), random_mxfp4(rng, 3, 40, (2,))):
+        message = f"part 1 has another K or E: got {b.shape}, expected (*(), N, 40)"
+        assert str(refusal(Mxfp4Weight.concat, [a, b])) == message
+
+
+def test_same(rng):
+    a = random_mxfp4(rng, 3, 64)
+    assert a.same(a.replace())
+    assert not a.same(a.replace(codes=a.codes ^ np.uint8(128)))
+    assert not a.same(a.replace(scales=a.scales ^ np.uint8(1)))
+    assert not a.same(a.replace(k=63))
+    assert a.replace(k=63).replace().shape == (3, 63)
 
 
 @pytest.mark.parametrize(

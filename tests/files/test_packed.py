@@ -311,6 +311,7 @@ WRONG = {
     "unknown": (["--layout", "stripes"], "stripes"),
     "stacked": (["--layout", "rows", "--experts", "stacked"], "packed one by one"),
     "gate_up": (["--layout", "gate_up(order=up_first, layout=rows)"], "they lie apart"),
+    "mxfp4": (["--layout", "columns(kind=mxfp4)"], "packed as NVFP4 alone: got columns(align=1, kind=mxfp4)"),
     "to packed": (["--to", "packed"], "packed"),
 }
 
@@ -371,6 +372,7 @@ LIES = {
     "unknown layout": ({"table": {"layout": "stripes"}}, "unknown layout"),
     "another layout": ({"table": {"layout": "rows"}}, "m.proj.codes: a buffer is missing, or is not that"),
     "rows of gate and up": ({"table": {"layout": "gate_up(order=up_first, layout=rows)"}}, "not a layout of a"),
+    "of MXFP4": ({"table": {"layout": "columns(align=1, kind=mxfp4)"}}, "not a layout of a"),
     "a huge field": ({"table": {"layout": f"columns(align={10**400})"}}, "m.proj.codes"),
     "no shape": ({"table": {"shape": None}}, "the stated shape"),
     "one axis": ({"table": {"shape": [512]}}, "the stated shape"),

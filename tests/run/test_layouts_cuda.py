@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import moves
-from contract import VARIANTS, fitting
+from contract import MX_VARIANTS, VARIANTS, fitting
 from halfbyte.errors import LayoutError
 from halfbyte.layouts import LAYOUTS, Columns, Marlin, NPacked, Order, Rows, cuda
 from halfbyte.layouts.executors import arrange, arrange_codes, executor, restore, restore_codes
-from helpers import assert_same_bytes, random_weight
+from helpers import assert_same_bytes, random_mxfp4, random_weight
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
@@ -102,12 +102,13 @@ def test_as_numpy_on_a_gpu():
 @needs_triton
 @needs_gpu
 @pytest.mark.parametrize("shape", [((), 130, 64), ((3,), 24, 80), ((2, 2), 256, 192)], ids=str)
-@pytest.mark.parametrize("layout", VARIANTS, ids=lambda layout: layout.key)
+@pytest.mark.parametrize("layout", [*VARIANTS, *MX_VARIANTS], ids=lambda layout: layout.key)
 def test_layouts_on_a_gpu(layout, shape):
     experts, n, k = shape
     if layout.needs((*experts, n, k)):
         return
-    weight = fitting(layout, random_weight(np.random.default_rng(0), n, k, experts))
+    make = random_mxfp4 if layout.kind == "mxfp4" else random_weight
+    weight = fitting(layout, make(np.random.default_rng(0), n, k, experts))
     expected = layout.pack(weight)
     packed = layout.pack(weight.torch("cuda"))
     for name, buffer in expected.buffers().items():

@@ -6,12 +6,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from contract import VARIANTS, check_layout, fitting
+from contract import MX_VARIANTS, VARIANTS, check_layout, fitting
 from halfbyte.errors import LayoutError
 from halfbyte.layouts import Marlin, Order, Packed, Rows, Tiles, Tiles64
 from halfbyte.layouts.executors import arrange, arrange_codes, restore, restore_codes
 from halfbyte.weight import LossyWarning, to_torch
-from helpers import assert_same_bytes, modelopt, nibbles, random_weight
+from helpers import assert_same_bytes, modelopt, nibbles, random_mxfp4, random_weight
 from orders import PLANES, Plane, orders
 
 SHAPES = [
@@ -37,6 +37,19 @@ def test_contract(layout, shape, full):
     rng = np.random.default_rng(0)
     weight = random_weight(rng, n, k, experts, per_row=full, input_scale=full, pre_scale=full)
     check_layout(layout, weight.torch())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", MX_VARIANTS, ids=lambda layout: layout.key)
+def test_contract_of_mxfp4(layout, shape):
+    experts, n, k = shape
+    weight = random_mxfp4(np.random.default_rng(0), n, k, experts)
+    check_layout(layout, weight.torch())
+    if not layout.needs(weight.shape):
+        packed = layout.pack(weight.torch())
+        for name, buffer in layout.pack(weight).buffers().items():
+            assert_same_bytes(packed.buffers()[name], buffer)
+        assert layout.pack(weight).to("cpu").unpack().same(weight)
 
 
 @pytest.mark.parametrize("name", ["A", "C", "D"])

@@ -16,7 +16,7 @@ from halfbyte.errors import LayoutError, UsageError, WeightError
 from halfbyte.layouts import Packed
 from halfbyte.nn import Linear, SwapReport, swap_linears
 from halfbyte.ops import linear, pack
-from halfbyte.weight import DenseWeight, Fp8Weight, Weight, to_numpy
+from halfbyte.weight import DenseWeight, Fp8Weight, Mxfp4Weight, Weight, to_numpy
 from helpers_run import random_floats, random_weight
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -124,6 +124,10 @@ class TestLinear:
             Linear(self.w, self.bias[:47])
         with pytest.raises(WeightError, match="null"):
             Linear(Weight.null((16, 16)))
+        mx = Mxfp4Weight(codes=np.zeros((4, 16), np.uint8), scales=np.zeros((4, 1), np.uint8))
+        for other in (mx, pack(mx, "rows(kind=mxfp4)")):
+            with pytest.raises(UsageError, match=r"cast it with halfbyte\.mxfp4\.to_nvfp4"):
+                Linear(other)
 
 
 def llama_config(**changes) -> LlamaConfig:

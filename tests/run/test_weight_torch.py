@@ -248,6 +248,11 @@ def test_mxfp4(view):
     for dtype in DTYPES:
         assert w.dequantize(dtype).dtype == getattr(torch, dtype)
         assert_same_bytes(w.dequantize(dtype), numpy.dequantize(dtype))
+    assert w.numpy().same(numpy)
+    assert isinstance(numpy.torch().codes, torch.Tensor)
+    assert numpy.torch("cpu").same(w)
+    with pytest.raises(WeightError, match="part 1 and part 0 are of two libraries"):
+        Mxfp4Weight.concat([w, numpy])
     made = to_nvfp4(w)
     assert isinstance(made.codes, torch.Tensor)
     assert made.numpy().same(to_nvfp4(numpy))

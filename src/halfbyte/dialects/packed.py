@@ -50,7 +50,7 @@ class Packed(Dialect):
         layout: of the buffers to write.
 
     Raises:
-        LayoutError: a layout of fused layers, which lie apart in a checkpoint.
+        LayoutError: a layout of fused layers, which lie apart in a checkpoint, or of MXFP4 weights.
     """
 
     name: ClassVar[str] = "packed"
@@ -77,6 +77,9 @@ class Packed(Dialect):
         if isinstance(layout, GateUp):
             hint = "pack with the layout inside it, and order the rows when gate and up are joined"
             raise LayoutError("gate_up is for gate and up in one weight; in a checkpoint they lie apart", hint=hint)
+        if layout is not None and layout.kind != "nvfp4":
+            hint = "MXFP4 layers are written as they lie, and can become NVFP4 before"
+            raise LayoutError("a checkpoint is packed as NVFP4 alone", got=layout.key, hint=hint)
         self.layout = layout
 
     def claims(self, headers: Headers) -> str | None:
@@ -156,7 +159,8 @@ def _packed(name: str, entry: Mapping[str, Any], group: Mapping[str, Stored]) ->
     key, shape = entry.get("layout"), _shape(name, entry.get("shape"))
     try:
         layout = _layout(key) if isinstance(key, str) else None
-        wrong = "not a layout of a checkpoint" if layout is None or isinstance(layout, GateUp) else layout.needs(shape)
+        usable = layout is not None and layout.kind == "nvfp4" and not isinstance(layout, GateUp)
+        wrong = layout.needs(shape) if layout is not None and usable else "not a layout of a checkpoint"
     except LayoutError as error:
         layout, wrong = None, error.message
     if layout is None or wrong is not None:

@@ -58,6 +58,9 @@ class Call:
         device: "cpu", "cuda", ...
         library: that of all arrays.
         bias: a bias is added.
+
+    Raises:
+        UsageError: a layout of another kind of weight.
     """
 
     op: str = "linear"
@@ -72,9 +75,13 @@ class Call:
     library: Library
     bias: bool
 
+    def __post_init__(self) -> None:
+        check_kind(self.layout)
+
     @staticmethod
     def on(weight: Packed, *, rows: int, dtype: str, out_dtype: str, device: str, library: Library, bias: bool) -> Call:
-        """The linear call on a weight."""
+        """The linear call on a weight; UsageError where it is not NVFP4."""
+        check_kind(weight.layout)
         buffers = weight.buffers()
         return Call(
             layout=weight.layout,
@@ -107,7 +114,7 @@ class LinearArgs:
         out: (M, N) float32, bfloat16 or float16; written.
 
     Raises:
-        UsageError: shapes that do not fit each other.
+        UsageError: a weight that is not NVFP4, or shapes that do not fit each other.
     """
 
     op: ClassVar[str] = "linear"
@@ -117,6 +124,7 @@ class LinearArgs:
     out: Array
 
     def __post_init__(self) -> None:
+        check_kind(self.weight.layout)
         n, k = self.weight.shape[-2:]
         rows = self.x.shape[0]
         needed = {"x": (rows, k), "bias": (n,), "out": (rows, n)}
@@ -180,6 +188,16 @@ class Kernel(Generic[A, C]):
                 f"kernel {self.name} takes another bundle", got=type(args).__name__, expected=self.bundle.__name__
             )
         self.launch(args)
+
+
+def check_kind(layout: Layout) -> None:
+    """UsageError where a layout packs another kind of weight than NVFP4, which no kernel computes with."""
+    if layout.kind != "nvfp4":
+        raise UsageError(
+            "kernels compute with NVFP4 weights",
+            got=f"{layout.kind} in the layout {layout.key}",
+            hint="cast it with halfbyte.mxfp4.to_nvfp4 and pack that",
+        )
 
 
 def device_of(a: Array) -> str:

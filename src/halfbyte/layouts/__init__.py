@@ -8,7 +8,7 @@ from typing import Any
 
 from halfbyte.errors import LayoutError
 from halfbyte.layouts.atoms import Atoms8x4, Atoms128x4
-from halfbyte.layouts.base import Layout, Packed
+from halfbyte.layouts.base import Layout, Packable, Packed
 from halfbyte.layouts.columns import Columns
 from halfbyte.layouts.comfy import Comfy
 from halfbyte.layouts.executors import Executor, executor
@@ -51,6 +51,7 @@ __all__ = [
     "Marlin",
     "NPacked",
     "Order",
+    "Packable",
     "Packed",
     "Rows",
     "Tiles",

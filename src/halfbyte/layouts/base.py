@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -33,8 +33,14 @@ from halfbyte.layouts.executors import (
     separate,
 )
 from halfbyte.layouts.order import Order
-from halfbyte.numerics import BLOCK, Array, is_torch
-from halfbyte.weight import Weight, to_numpy, to_torch
+from halfbyte.numerics import BLOCK, MX_BLOCK, Array, is_torch
+from halfbyte.weight import Mxfp4Weight, Weight, to_numpy, to_torch
+
+Kind = Literal["nvfp4", "mxfp4"]
+KINDS: Final[tuple[Kind, ...]] = ("nvfp4", "mxfp4")
+
+Packable: TypeAlias = Weight | Mxfp4Weight
+"""The kinds of weight that have layouts."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Layout:
     """Where the bytes of a weight go: a frozen value, compared and hashed by its fields.
 
     A subclass gives ``name``, ``used_by`` and the two orders, and where they differ from the defaults here the
-    buffers, the shapes it takes and the form that it stores block scales in.
+    kind of weight, the buffers, the shapes it takes and the form that it stores block scales in.
     """
 
     name: ClassVar[str]
@@ -62,13 +68,18 @@ class Layout:
                 raise LayoutError(f"layout {self.name}: {field.name} is not positive", got=value)
 
     @property
+    def kind(self) -> Kind:
+        """The kind of weight that it packs. A layout of several has a field for it, which ``choices`` lists."""
+        return "nvfp4"
+
+    @property
     def codes(self) -> Order:
         """The order of the 4-bit codes (n, k); two share a byte, the first in the low nibble."""
         raise NotImplementedError
 
     @property
     def scales(self) -> Order:
-        """The order of the block-scale bytes (n, k // 16), or as ``scale_block`` says."""
+        """The order of the block-scale bytes (n, k // group), or as ``scale_block`` says."""
         raise NotImplementedError
 
     @property
@@ -82,6 +93,11 @@ class Layout:
         return ()
 
     @property
+    def beside(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The buffers of what the kind has beside codes and scales: those that it always has, and those it may have."""
+        return (("scale2",), ("input_scale", "pre_scale")) if self.kind == "nvfp4" else ((), ())
+
+    @property
     def multiples(self) -> tuple[int, int]:
         """What N and K must be multiples of. Smaller tiles than the orders' are padded with zeros."""
         return 1, 1
@@ -89,19 +105,53 @@ class Layout:
     @property
     def refuses(self) -> str:
         """The values that ``refuse`` refuses, in words."""
-        return "NaN and negative block scales"
+        return "NaN and negative block scales" if self.kind == "nvfp4" else "NaN block scales"
+
+    @property
+    def group(self) -> int:
+        """The codes along K that share a block scale."""
+        return BLOCK if self.kind == "nvfp4" else MX_BLOCK
 
     @property
     def scale_block(self) -> tuple[int, int]:
         """The rows and columns of the weight that share a byte of the stored scales."""
-        return 1, BLOCK
+        return 1, self.group
 
     @property
     def key(self) -> str:
-        """The layout as text, for state dicts and custom ops; ``halfbyte.layouts.parse`` reads it."""
+        """The layout as text, for state dicts and custom ops; ``halfbyte.layouts.parse`` reads it.
+
+        All fields are in it, but a kind that is NVFP4.
+        """
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if values.get("kind") == "nvfp4":
+            del values["kind"]
         fields = [f"{name}={value.key if isinstance(value, Layout) else value}" for name, value in values.items()]
         return self.name + (f"({', '.join(fields)})" if fields else "")
+
+    def of_kind(self, kind: str) -> Layout | None:
+        """The same layout for another kind of weight; None if there is none."""
+        if kind == self.kind:
+            return self
+        if kind not in self.choices.get("kind", ()):
+            return None
+        changes: dict[str, Any] = {"kind": kind}
+        return dataclasses.replace(self, **changes)
+
+    def check_kind(self, weight: Packable) -> None:
+        """LayoutError where a weight is of another kind than this layout packs."""
+        if weight.kind == self.kind:
+            return
+        other = self.of_kind(weight.kind)
+        ways = [f"use {other.key}"] if other else []
+        if weight.kind == "mxfp4":
+            ways.append("cast it with halfbyte.mxfp4.to_nvfp4")
+        raise LayoutError(
+            f"layout {self.name} does not pack this kind of weight",
+            got=weight.kind,
+            expected=self.kind,
+            hint=", or ".join(ways) or None,
+        )
 
     def needs(self, shape: Sequence[int]) -> str | None:
         """None if a weight of ``shape`` (*E, N, K) fits, else the reason in words."""
@@ -110,19 +160,19 @@ class Layout:
                 return f"{axis} = {size} is not a multiple of {multiple}"
         return None
 
-    def refuse(self, weight: Weight) -> str | None:
+    def refuse(self, weight: Packable) -> str | None:
         """None if the values of ``weight`` fit, else the reason in words, naming the first block.
 
-        No layout takes a NaN block scale or one with its sign bit set.
+        No layout takes a NaN block scale or, where scales have a sign, one with its sign bit set.
         """
-        for what, bad in (("NaN", (weight.scales & 127) == 127), ("negative", weight.scales >= 128)):
+        for what, bad in _wrong_scales(self.kind, weight.scales).items():
             if bool(bad.any()):
                 index = first_true(bad)
                 byte = int(weight.scales[tuple(index)])
                 return f"the block scale at {index} is {what} (byte {byte:02X})"
         return None
 
-    def to_stored(self, weight: Weight) -> tuple[Array, dict[str, Array]]:
+    def to_stored(self, weight: Packable) -> tuple[Array, dict[str, Array]]:
         """The scales in the form and shape that ``scales`` orders, and the ``extras``."""
         return weight.scales, {}
 
@@ -132,7 +182,7 @@ class Layout:
 
     def grid(self, shape: Sequence[int], plane: Plane) -> tuple[int, int]:
         """The rows and columns of a plane of a weight of ``shape``."""
-        n, k = shape[-2], -(-shape[-1] // BLOCK) * BLOCK
+        n, k = shape[-2], -(-shape[-1] // self.group) * self.group
         rows, columns = self.scale_block if plane == "scales" else (1, 1)
         return -(-n // rows), -(-k // columns)
 
@@ -164,40 +214,37 @@ class Layout:
         first, second = self.offsets(shape, plane)
         return int(first[n] + second[k])
 
-    def pack(self, weight: Weight) -> Packed:
+    def pack(self, weight: Packable) -> Packed:
         """The weight in this layout.
 
         Raises:
-            LayoutError: a shape or value that this layout cannot hold.
+            LayoutError: another kind of weight, or a shape or value that this layout cannot hold.
         """
+        self.check_kind(weight)
         reason = self.needs(weight.shape) or self.refuse(weight)
         if reason:
             raise LayoutError(f"layout {self.name} cannot hold this weight: {reason}", got=weight.shape)
         scales, extras = self.to_stored(weight)
         planes: dict[Plane, Array] = {"codes": weight.codes, "scales": scales}
+        always, optional = self.beside
         buffers = {
             **{name: self._arranged(name, planes, weight.shape) for name in self.buffers},
             **extras,
-            "scale2": weight.scale2,
-            "input_scale": weight.input_scale,
-            "pre_scale": weight.pre_scale,
+            **{name: getattr(weight, name) for name in (*always, *optional)},
         }
         return Packed(self, weight.shape, {name: b for name, b in buffers.items() if b is not None})
 
-    def unpack(self, packed: Packed) -> Weight:
+    def unpack(self, packed: Packed) -> Packable:
         """The weight again, bit for bit."""
         b = packed.buffers()
         planes: dict[Plane, Array] = {}
         for name in self.buffers:
             planes |= self._restored(name, b[name], packed.shape)
-        return Weight(
-            codes=planes["codes"],
-            scales=self.from_stored(planes["scales"], {name: b[name] for name in self.extras}),
-            scale2=b["scale2"],
-            input_scale=b.get("input_scale"),
-            pre_scale=b.get("pre_scale"),
-            k=packed.shape[-1],
-        )
+        codes, scales = planes["codes"], self.from_stored(planes["scales"], {name: b[name] for name in self.extras})
+        always, optional = self.beside
+        others = {name: b.get(name) for name in (*always, *optional)}
+        make = Weight if self.kind == "nvfp4" else Mxfp4Weight
+        return make(codes=codes, scales=scales, k=packed.shape[-1], **others)
 
     def executors(self, shape: Sequence[int], device: str | None = None) -> dict[Plane, Executor]:
         """What moves each plane of a weight of ``shape`` (*E, N, K) in NumPy arrays, or torch tensors on ``device``."""
@@ -258,15 +305,16 @@ class Packed:
     Args:
         layout: the layout that wrote the buffers.
         shape: (*E, N, K).
-        buffers: those of the layout, for most "codes" and "scales", (*E, bytes) u8 each; "scale2"
+        buffers: those of the layout, for most "codes" and "scales", (*E, bytes) u8 each; of NVFP4 also "scale2"
             (*E, 1 or N, 1) f32; and, where the weight has them, "input_scale" and "pre_scale".
     """
 
     __slots__ = ("_buffers", "layout", "shape")
 
     def __init__(self, layout: Layout, shape: Sequence[int], buffers: Mapping[str, Array]) -> None:
-        names = [*layout.buffers, *layout.extras, "scale2"]
-        if set(names) - set(buffers) or set(buffers) - {*names, "input_scale", "pre_scale"}:
+        always, optional = layout.beside
+        names = [*layout.buffers, *layout.extras, *always]
+        if set(names) - set(buffers) or set(buffers) - {*names, *optional}:
             raise LayoutError("wrong buffers", got=sorted(buffers), expected=", ".join(names))
         self.layout = layout
         self.shape = tuple(int(size) for size in shape)
@@ -279,11 +327,12 @@ class Packed:
         reason = layout.needs(self.shape)
         if reason:
             raise LayoutError(f"layout {layout.name} has no such shape: {reason}", got=self.shape)
-        per_row = (*experts, n, 1)
+        per_tensor, per_row = (*experts, 1, 1), (*experts, n, 1)
+        scale2 = buffers.get("scale2")
         needed: dict[str, tuple[str | None, tuple[int, ...]]] = {
             **{name: ("uint8", (*experts, size)) for name, size in layout.sizes(self.shape).items()},
             **dict.fromkeys(layout.extras, ("float32", ())),
-            "scale2": ("float32", per_row if tuple(buffers["scale2"].shape) == per_row else (*experts, 1, 1)),
+            "scale2": ("float32", per_row if scale2 is not None and tuple(scale2.shape) == per_row else per_tensor),
             "input_scale": ("float32", tuple(experts)),
             "pre_scale": (None, (k,)),
         }
@@ -321,9 +370,16 @@ class Packed:
         """The same with all buffers, as torch tensors, on ``device``."""
         return Packed(self.layout, self.shape, {name: to_torch(b, device) for name, b in self._buffers.items()})
 
-    def unpack(self) -> Weight:
+    def unpack(self) -> Packable:
         """The weight again, bit for bit."""
         return self.layout.unpack(self)
+
+
+def _wrong_scales(kind: Kind, scales: Array) -> dict[str, Array]:
+    """Which block scales no layout takes, by what they are."""
+    if kind == "mxfp4":
+        return {"NaN": scales == 255}
+    return {"NaN": (scales & 127) == 127, "negative": scales >= 128}
 
 
 def first_true(bad: Array) -> list[int]:

@@ -2,7 +2,7 @@
 
 Row r of codes starts at byte r * pitch, where the pitch is N rounded up to ``align``; the scales have the same pitch.
 An odd N, as that of a vocabulary, needs an ``align`` of 16 for loads of 16 bytes. Several weights in one
-transposed twin are ``pack(Weight.concat(parts), "columns")``.
+transposed twin are ``pack(Weight.concat(parts), "columns")``, and ``"columns(kind=mxfp4)"`` of an ``Mxfp4Weight``.
 
 ``columns(align=1)``, drawn from its statement::
 
@@ -21,24 +21,28 @@ transposed twin are ``pack(Weight.concat(parts), "columns")``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from halfbyte.layouts.base import Layout
+from halfbyte.layouts.base import KINDS, Kind, Layout
 from halfbyte.layouts.order import Order
 
 
 @dataclass(frozen=True)
 class Columns(Layout):
-    """Codes (K/2, pitch) bytes and scales (K/16, pitch).
+    """Codes (K/2, pitch) bytes and scales (K/16, pitch), of MXFP4 (K/32, pitch).
 
     Args:
         align: the pitch is a multiple of it.
+        kind: of the weights, "nvfp4" or "mxfp4".
     """
 
     name: ClassVar[str] = "columns"
     used_by: ClassVar[str] = "Atlas (transposed GEMM); ModelOpt's stacks of experts that lie transposed"
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {"kind": KINDS}
     align: int = 1
+    kind: Kind = "nvfp4"
 
     @property
     def codes(self) -> Order:

@@ -11,7 +11,6 @@ import numpy as np
 
 from halfbyte.layouts.base import Layout
 from halfbyte.layouts.order import Order
-from halfbyte.numerics import BLOCK
 
 _SHOWN = 8
 _DRAWN = ", drawn from its statement"
@@ -33,7 +32,7 @@ def drawing(layout: Layout) -> str:
             records = ", ".join(f"{size} of {plane}" for plane, size in planes.items())
             parts.append(f"{buffer}: in turn {records}")
         for plane in planes:
-            whole = layout.multiples[0], lcm(layout.multiples[1], BLOCK)
+            whole = layout.multiples[0], lcm(layout.multiples[1], layout.group)
             if plane == "codes":
                 parts.append(_drawn("codes (nibbles)", layout.codes, (1, 1), whole))
             else:

@@ -31,10 +31,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from halfbyte.errors import LayoutError
-from halfbyte.layouts.base import Layout, first_true
+from halfbyte.layouts.base import Layout, Packable, first_true
 from halfbyte.layouts.order import Order
 from halfbyte.numerics import BLOCK, Array, is_torch
-from halfbyte.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class ExpertsOutPair(Layout):
         more = ", block scales that differ within 16 rows" if self.scale_form == "atom" else ""
         return super().refuses + more
 
-    def refuse(self, weight: Weight) -> str | None:
+    def refuse(self, weight: Packable) -> str | None:
         reason = super().refuse(weight)
         if reason or self.scale_form == "decode":
             return reason
@@ -87,7 +86,7 @@ class ExpertsOutPair(Layout):
             f"for rows {first}..{first + BLOCK - 1}; use scale_form=decode"
         )
 
-    def to_stored(self, weight: Weight) -> tuple[Array, dict[str, Array]]:
+    def to_stored(self, weight: Packable) -> tuple[Array, dict[str, Array]]:
         if self.scale_form == "decode":
             return weight.scales, {}
         return _spread(weight.scales[..., ::BLOCK, :], -1), {}

@@ -38,12 +38,13 @@ The weight itself always has all rows of gate first, then all of up (h: gate or 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from halfbyte.errors import LayoutError
-from halfbyte.layouts.base import Layout, Packed
+from halfbyte.layouts.base import Kind, Layout, Packable, Packed
 from halfbyte.layouts.executors import Plane, arrange, restore
 from halfbyte.layouts.order import Order
 from halfbyte.numerics import Array
@@ -88,6 +89,10 @@ class GateUp(Layout):
         return ROWS[self.order]
 
     @property
+    def kind(self) -> Kind:
+        return self.layout.kind
+
+    @property
     def codes(self) -> Order:
         return self.layout.codes
 
@@ -115,10 +120,14 @@ class GateUp(Layout):
     def refuses(self) -> str:
         return self.layout.refuses
 
+    def of_kind(self, kind: str) -> Layout | None:
+        inner = self.layout.of_kind(kind)
+        return None if inner is None else dataclasses.replace(self, layout=inner)
+
     def needs(self, shape: Sequence[int]) -> str | None:
         return super().needs(shape) or self.layout.needs(shape)
 
-    def refuse(self, weight: Weight) -> str | None:
+    def refuse(self, weight: Packable) -> str | None:
         reason = super().refuse(weight)
         if reason is None:
             inner = self.layout.refuse(self._in_order(weight))
@@ -130,24 +139,27 @@ class GateUp(Layout):
         moved, _ = self.rows.offsets((shape[-2], 1))
         return first[moved], second
 
-    def pack(self, weight: Weight) -> Packed:
+    def pack(self, weight: Packable) -> Packed:
+        self.check_kind(weight)
         reason = self.needs(weight.shape) or self.refuse(weight)
         if reason:
             raise LayoutError(f"layout {self.name} cannot hold this weight: {reason}", got=weight.shape)
         return Packed(self, weight.shape, self.layout.pack(self._in_order(weight)).buffers())
 
-    def unpack(self, packed: Packed) -> Weight:
+    def unpack(self, packed: Packed) -> Packable:
         weight = self.layout.unpack(Packed(self.layout, packed.shape, packed.buffers()))
         return _by_rows(
             weight,
             lambda a: restore(self.rows, a.reshape(*a.shape[:-2], a.shape[-2] * a.shape[-1]), tuple(a.shape[-2:])),
         )
 
-    def _in_order(self, weight: Weight) -> Weight:
+    def _in_order(self, weight: Packable) -> Packable:
         return _by_rows(weight, lambda a: arrange(self.rows, a).reshape(a.shape))
 
 
-def _by_rows(weight: Weight, move: Callable[[Array], Array]) -> Weight:
+def _by_rows(weight: Packable, move: Callable[[Array], Array]) -> Packable:
     """The weight with all that it has for each row moved."""
-    scale2 = move(weight.scale2) if weight.per_row else weight.scale2
-    return weight.replace(codes=move(weight.codes), scales=move(weight.scales), scale2=scale2)
+    moved = {"codes": move(weight.codes), "scales": move(weight.scales)}
+    if isinstance(weight, Weight) and weight.per_row:
+        moved["scale2"] = move(weight.scale2)
+    return weight.replace(**moved)

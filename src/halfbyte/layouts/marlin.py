@@ -49,10 +49,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from halfbyte.errors import LayoutError
-from halfbyte.layouts.base import Layout, Packed, first_true
+from halfbyte.layouts.base import Layout, Packable, Packed, first_true
 from halfbyte.layouts.order import Order
 from halfbyte.numerics import E4M3_MAX, E4M3_VALUES, U8, Array, encode_e4m3, is_torch, lookup
-from halfbyte.weight import LossyWarning, Weight, to_numpy, to_torch
+from halfbyte.weight import LossyWarning, to_numpy, to_torch
 
 _EXPONENT = {"bfloat16": 126 - 7, "float16": 14 - 7}
 """What the second scale makes up for: the kernel's decoding of codes and scales is short by these powers of two."""
@@ -114,7 +114,7 @@ class Marlin(Layout):
         loses = self.scale_format == "s0e5m3" and self.dtype == "bfloat16" and not self.lossy
         return super().refuses + (", block scales that S0E5M3 would change" if loses else "")
 
-    def refuse(self, weight: Weight) -> str | None:
+    def refuse(self, weight: Packable) -> str | None:
         reason = super().refuse(weight)
         if reason or self.scale_format == "e4m3" or self.lossy:
             return reason
@@ -140,7 +140,7 @@ class Marlin(Layout):
             return float(2 ** np.floor(np.log2(E4M3_MAX / values.max())))
         return float(max(1.0, 2 ** np.ceil(np.log2(2 / (values.min() * 2**7)))))
 
-    def to_stored(self, weight: Weight) -> tuple[Array, dict[str, Array]]:
+    def to_stored(self, weight: Packable) -> tuple[Array, dict[str, Array]]:
         if self.scale_format == "e4m3":
             return weight.scales, {}
         factor = self.factor(weight.scales)
@@ -181,7 +181,7 @@ class Marlin(Layout):
             raise LayoutError("a global scale that float16 rounds or cannot hold", got=float(scale[tuple(wrong)]))
         return scale
 
-    def _warn(self, weight: Weight, factor: float) -> None:
+    def _warn(self, weight: Packable, factor: float) -> None:
         held = weight.replace(scales=lookup(_held(factor, self.dtype), weight.scales))
         before, after = (to_numpy(w.dequantize()).astype(np.float64) for w in (weight, held))
         error, total = np.linalg.norm(after - before), np.linalg.norm(before)

@@ -16,19 +16,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from halfbyte.layouts.base import Layout
+from halfbyte.layouts.base import KINDS, Kind, Layout
 from halfbyte.layouts.order import Order
 
 
 @dataclass(frozen=True)
 class Rows(Layout):
-    """Row-major codes and scales."""
+    """Row-major codes and scales.
+
+    Args:
+        kind: of the weights, "nvfp4" or "mxfp4".
+    """
 
     name: ClassVar[str] = "rows"
     used_by: ClassVar[str] = "ModelOpt, compressed-tensors, torchao (linear scales), MAX"
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {"kind": KINDS}
+    kind: Kind = "nvfp4"
 
     @property
     def codes(self) -> Order:
