@@ -21,8 +21,9 @@ from checkpoints import (
     stacked_experts,
     write_json,
 )
+from halfbyte.bundles import gather
 from halfbyte.errors import FormatError
-from halfbyte.experts import encode_stacks, gather, numbered
+from halfbyte.experts import encode_stacks, numbered
 from halfbyte.modules import Stack
 from halfbyte.weight import Weight
 

@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from halfbyte.bundles import Bundle
 from halfbyte.errors import FormatError, UnreadDialectError
-from halfbyte.experts import Bundle, as_stack, stacked_arrays, stacks
+from halfbyte.experts import as_stack, stacked_arrays, stacks
 from halfbyte.modules import (
     BYTES,
     QUANTIZED,

@@ -23,9 +23,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from halfbyte.bundles import Bundle, Gather
 from halfbyte.dialects.base import Dialect, Facts, Layer, Output, Piece
 from halfbyte.errors import FormatError
-from halfbyte.experts import COMPANIONS, Bundle, Gather
+from halfbyte.experts import COMPANIONS
 from halfbyte.modules import (
     BYTES,
     Headers,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from halfbyte.bundles import Bundle, bundled
 from halfbyte.casts import as_nvfp4, scale2_exponents, viewed
 from halfbyte.checkpoint.consistency import config_facts, header_findings, quantized
 from halfbyte.checkpoint.header import Header
@@ -24,8 +25,6 @@ from halfbyte.experts import (
     COLUMNS,
     INTERLEAVED,
     METADATA,
-    Bundle,
-    bundled,
     encode_stacks,
     expand,
     model_types,

@@ -11,12 +11,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from halfbyte.bundles import Gather
 from halfbyte.checkpoint.consistency import quantized
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard, distribute, parse_size, shard_names, write_pieces
 from halfbyte.dialects import Dialect
 from halfbyte.errors import FormatError, UsageError
-from halfbyte.experts import COLUMNS, INTERLEAVED, Gather, encode_stacks, expand, model_types, refuse_unordered, spelled
+from halfbyte.experts import COLUMNS, INTERLEAVED, encode_stacks, expand, model_types, refuse_unordered, spelled
 from halfbyte.findings import Finding, Report
 from halfbyte.modules import Module, Reading, Stack, fp8_granularity, refuse_broken, refuse_companions
 from halfbyte.stored import CHUNK, Stored, View, byte_count, header_dtype, read_tensor, rows_of
