@@ -7,17 +7,16 @@ holds them; all lie at addresses that are multiples of 64, and 256 random rows r
 against one in float64 before it is timed. Times are medians of single calls, allocation of the result included; see
 benchmarks/timing.py for how subjects take turns.
 
-"of the probe" is the rate of 0.5625 bytes for each weight over that of benchmarks/probe.py in the same turns (the mean
-of its medians before and after). llama.cpp multiplies activations that it rounds to 8 bits; it is looked for as the
-package llama_cpp (PYTHONPATH may name a folder that has it). "portable" runs with HALFBYTE_CPU=portable.
-Kernels whose tests fail are not measured.
+"of the probe" is the rate of 0.5625 bytes for each weight over that of benchmarks/probe.py, which reads 1 GB right
+before and right after (the mean of both); "of its best" is over its fastest read in the same case. llama.cpp rounds
+activations to 8 bits; it is looked for as the package llama_cpp (PYTHONPATH may name a folder that has it).
+"portable" runs with HALFBYTE_CPU=portable. Kernels whose tests fail are not measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 import halfbyte as hb
 from benchmarks import ggml, timing
 from benchmarks.timing import Figure, Remote, Row, Timed
+from halfbyte import jit
 
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336)]
 ROWS = (1, 2, 4, 8, 16, 64, 512)
@@ -113,10 +113,9 @@ def check(y: Any, expected: NDArray[np.float64], tolerance: float) -> float:
 class Ours(timing.Subject):
     """halfbyte. Both libraries read the same copies."""
 
-    shape: tuple[int, int] = (0, 0)
-
     def __init__(self, threads: int, megabytes: float) -> None:
         super().__init__(threads, megabytes)
+        self.twins: dict[str, list[Any]] = {}
         import torch
 
         torch.set_num_threads(threads)
@@ -125,8 +124,8 @@ class Ours(timing.Subject):
         """Hold copies of a weight of this shape."""
         if self.shape == (n, k):
             return
-        self.shape, self.weights, self.twins = (n, k), {}, {}
-        self.calls.clear()
+        self.forget((n, k))
+        self.twins.clear()
         self.one = hb.quantize(dense(k))
         self.count = max(1, -(-int((megabytes or self.megabytes) * 1e6) // int(n * k * PAYLOAD)))
         self.codes = copies_of(self.one.codes, n, self.count)
@@ -147,7 +146,7 @@ class Ours(timing.Subject):
             twin = hb.to_int8(self.one)
             n, k = self.shape
             if "data" not in self.twins:
-                self.twins["data"] = copies_of(twin.data, n, max(1, -(-int(self.megabytes * 1e6) // (n * k))))
+                self.twins["data"] = list(copies_of(twin.data, n, max(1, -(-int(self.megabytes * 1e6) // (n * k)))))
             scale = to_library(np.tile(twin.scale, (n // DISTINCT, 1)), library)
             self.twins[library] = [
                 hb.Int8Weight(data=to_library(data, library), scale=scale) for data in self.twins["data"]
@@ -198,8 +197,6 @@ class Ours(timing.Subject):
 class Llama(timing.Subject):
     """llama.cpp's product, of its NVFP4 (the bytes of halfbyte's layout gguf) and of its Q4_K."""
 
-    shape: tuple[int, int] = (0, 0)
-
     def __init__(self, threads: int, megabytes: float) -> None:
         super().__init__(threads, megabytes)
         self.ggml = ggml.Ggml(threads)
@@ -210,7 +207,7 @@ class Llama(timing.Subject):
 
     def linear(self, key: str, n: int, k: int, m: int, kind: str) -> dict[str, Any]:
         if self.shape != (n, k):
-            self.shape, self.weights = (n, k), {}
+            self.forget((n, k))
         weight = hb.quantize(dense(k))
         if kind == "nvfp4":
             number, scale = ggml.NVFP4, float(weight.scale2.item())
@@ -234,14 +231,12 @@ class Llama(timing.Subject):
 class Torch(timing.Subject):
     """Dense products of torch."""
 
-    shape: tuple[int, int] = (0, 0)
-
     def linear(self, key: str, n: int, k: int, m: int, dtype: str) -> None:
         import torch
 
         torch.set_num_threads(self.threads)
         if self.shape != (n, k):
-            self.shape, self.weights = (n, k), {}
+            self.forget((n, k))
         kind = getattr(torch, dtype)
         if dtype not in self.weights:
             rows = torch.from_numpy(dense(k)).to(kind).repeat(n // DISTINCT, 1)
@@ -261,7 +256,7 @@ class ModelOpt(timing.Subject):
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from modelopt.torch.quantization.qtensor import NVFP4QTensor
+            from modelopt.torch.quantization.qtensor import NVFP4QTensor  # type: ignore[import-untyped]
 
         torch.set_num_threads(self.threads)
         rows = torch.from_numpy(dense(k)).to(torch.bfloat16).repeat(n // DISTINCT, 1)
@@ -277,7 +272,9 @@ class Probe(timing.Subject):
 
         size = int(self.megabytes * 1e6) // probe.CHUNK * probe.CHUNK
         memory, out = aligned(1, size)[0], np.zeros(size // probe.CHUNK, np.int64)
-        memory[:] = 1
+        memory.reshape(-1, probe.CHUNK)[:] = np.random.default_rng(0).integers(0, 256, probe.CHUNK, np.uint8)
+        probe.read(memory, out)
+        assert (out == np.bitwise_xor.reduce(memory[: probe.CHUNK].view(np.int64))).all()
         self.offer(key, lambda i: probe.read(memory, out), 1)
         return size
 
@@ -289,7 +286,7 @@ class Bench:
         self.options = options
         self.rows: list[Row] = []
         self.remotes: dict[Any, Remote] = {}
-        self.probes: list[float] = []
+        self.probe_bytes = 0
         self.avx512 = timing.machine()["avx512"]
 
     def remote(self, make: type[timing.Subject], threads: int, portable: bool = False) -> Remote:
@@ -335,12 +332,12 @@ class Bench:
 
     def probe(self) -> Timed:
         remote = self.remote(Probe, self.options.threads)
-        if not hasattr(self, "probe_bytes"):
+        if not self.probe_bytes:
             self.probe_bytes = remote.ask("read", "probe")
         return Timed(remote, "probe")
 
     def linears(self, n: int, k: int, m: int) -> None:
-        """All products of one shape and M, in turns, the read probe before and after."""
+        """All products of one shape and M, in turns; at M=1 beside the read probe."""
         what, threads = f"M={m} {n}x{k}", self.options.threads
         mine: list[tuple[str, str, Timed, dict[str, Any]]] = []
         peers: dict[str, Timed] = {}
@@ -350,7 +347,7 @@ class Bench:
         if m == 1:
             contenders += [("portable", "exact", library) for library in LIBRARIES]
         if m >= 64:
-            contenders += [("default", "int8", "torch")]
+            contenders += [("default", "int8", library) for library in (LIBRARIES if bounded else ("torch",))]
         for variant, kind, library in contenders:
             for dtype in DTYPES:
                 name = " ".join(["halfbyte", *([variant] if variant == "portable" else []), kind, library, dtype])
@@ -366,37 +363,29 @@ class Bench:
             ready = self.prepare(what, f"torch {dtype}", self.remote(Torch, threads), "linear", n, k, m, dtype)
             if ready:
                 peers[f"torch {dtype}"] = ready[0]
-        before, after = self.probe(), self.probe()
-        timing.in_turns([before, *(timed for _, _, timed, _ in mine), *peers.values(), after], self.options.turns)
-        reads = [self.probe_bytes / 1e9 / t.median for t in (before, after)]
-        best = self.probe_bytes / 1e9 / min(before.seconds + after.seconds)
-        self.probes += reads
-        facts = {"before": reads[0], "after": reads[1], "best": best, "unit": "GB/s"}
-        self.row(
-            what, "read probe", before, [Figure(f"GB/s {name}", facts[name]) for name in ("before", "after", "best")]
-        )
-        operations = 2 * m * n * k
+        probe = self.probe() if m == 1 else None
+        timing.in_turns([*(timed for _, _, timed, _ in mine), *peers.values()], self.options.turns, probe)
+        if probe:
+            rates = [self.probe_bytes / 1e9 / seconds for seconds in (probe.median, min(probe.seconds))]
+            self.row(what, "read probe", probe, [Figure("GB/s", rates[0]), Figure("GB/s at best", rates[1])])
         for name, timed in peers.items():
-            self.row(what, name, timed, [Figure("GF/s", operations / 1e9 / timed.median)])
+            self.row(what, name, timed, [Figure("GF/s", 2e-9 * m * n * k / timed.median)])
         for variant, name, timed, said in mine:
-            rate = n * k * PAYLOAD / 1e9 / timed.median
-            figures = []
-            if variant == "int8":
-                rate = n * k / 1e9 / timed.median
-            if m == 1:
+            figures = [Figure("GF/s", 2e-9 * m * n * k / timed.median)]
+            if probe:
+                size = n * k * PAYLOAD
+                share, at_best = size / self.probe_bytes / timed.probes(), size / 1e9 / timed.median / rates[1]
                 bound = PROBE_PORTABLE if variant == "portable" else PROBE[n, k] if self.avx512 else (None, None)
-                figures += [Figure("GB/s", rate), Figure("of the probe", rate / statistics.mean(reads), *bound)]
-                figures += [Figure("of its best", rate / best)]
-            else:
-                figures += [Figure("GF/s", operations / 1e9 / timed.median)]
+                figures = [Figure("GB/s", size / 1e9 / timed.median), Figure("of the probe", share, *bound)]
+                figures.append(Figure("of its best", at_best))
             for peer, other in peers.items():
-                limit: tuple[float, float] | None = None
+                limit = None
                 if peer == "llama.cpp nvfp4" and variant == "default":
                     limit = over_nvfp4(m, k)
                 if peer == "llama.cpp q4_k" and variant == "int8":
                     limit = INT8_OVER_Q4_K.get(m)
                 figures.append(Figure(f"x {peer}", other.median / timed.median, *(limit or (None, None))))
-            self.row(what, name, timed, figures, said | {"probe": facts})
+            self.row(what, name, timed, figures, said)
 
     def quantizing(self, n: int, k: int) -> None:
         """bf16 to NVFP4 on 1 thread and on all, beside ModelOpt on as many."""
@@ -490,6 +479,9 @@ def main() -> None:
     options.turns = options.turns or (3 if options.quick else 7)
     if not options.trust_tests and not tests_pass():
         sys.exit(f"not measured: the kernels' tests fail; run: python -m pytest {' '.join(TESTS)}")
+    if why := jit.missing():
+        sys.exit(f"not measured: {why}")
+    os.environ.pop("HALFBYTE_CPU", None)  # set for "portable" alone
     machine = timing.machine()
     print(f"{machine.get('model name')}, {machine['cores']} cores, {machine['system']}, {options.threads} threads")
     start, bench = time.time(), Bench(options)
@@ -500,13 +492,17 @@ def main() -> None:
             remote.close()
     figures = list(bounded(bench.rows))
     missed = [(row, figure) for row, figure in figures if not figure.met]
-    print(f"{len(figures) - len(missed)} of {len(figures)} bounds met in {time.time() - start:.0f} s; missed:")
+    unmeasured = sum(row.seconds is None for row in bench.rows)
+    disturbed = sum(row.facts.get("disturbed_batches", 0) for row in bench.rows)
+    print(
+        f"{len(figures) - len(missed)} of {len(figures)} bounds met; {unmeasured} rows not measured, "
+        f"{disturbed} batches disturbed; {time.time() - start:.0f} s"
+    )
     for row, figure in missed:
-        print(f"  {row.what}, {row.who}: {figure}")
+        print(f"missed: {row.what}, {row.who}: {figure} (aim {figure.aim:g})")
     if options.out:
         timing.write(
-            options.out, bench.rows, threads=options.threads, megabytes=options.megabytes, turns=options.turns,
-            portable=os.environ.get("HALFBYTE_CPU") == "portable",
+            options.out, bench.rows, threads=options.threads, megabytes=options.megabytes, turns=options.turns
         )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ Lines of 64 bytes in vector loads, with prefetches 4 KB ahead, on as many thread
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numba
@@ -20,7 +21,7 @@ LINES = 4  # 64 bytes each, in a turn of the loop
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _read(typing: Any, address: Any, size: Any) -> Any:
-    """The exclusive or of ``size`` bytes from ``address``, folded to 64 bits; size is a multiple of 256."""
+    """The exclusive or of all words of 64 bits in ``size`` bytes from ``address``; size is a multiple of 256."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address, size = arguments
@@ -48,8 +49,8 @@ def _read(typing: Any, address: Any, size: Any) -> Any:
             total.add_incoming(sum_, loop)
         builder.cbranch(builder.icmp_signed("<", following, size), loop, done)
         builder.position_at_end(done)
-        folded = builder.xor(builder.xor(new[0], new[1]), builder.xor(new[2], new[3]))
-        return builder.extract_element(folded, flag(0))
+        lines = functools.reduce(builder.xor, new)
+        return functools.reduce(builder.xor, [builder.extract_element(lines, flag(i)) for i in range(8)])
 
     return numba.int64(numba.int64, numba.int64), generate
 
@@ -61,6 +62,6 @@ def _read_chunks(address: Any, out: Any) -> None:
 
 
 def read(memory: Any, out: Any) -> None:
-    """Read as many chunks of ``memory``, u8, as ``out``, i64, has places."""
+    """The exclusive or of the words of each chunk of ``memory``, u8, into ``out``, i64."""
     assert memory.nbytes >= out.size * CHUNK
     jit.run(_read_chunks, memory.ctypes.data, out)

@@ -2,8 +2,10 @@
 
 Each subject lives in a process of its own, started with its own environment, because the idle threads of one OpenMP
 pool spin for a while and would disturb the next one's. Subjects take turns, a short batch each, so that a drift of the
-machine hits all of them; what is compared comes from the same turns. A batch begins with a call that is not counted.
-A batch in which others took more than 5 % of the machine, by the kernel's own count, is measured again.
+machine hits all of them; what is compared comes from the same turns. Each batch stands between two of the read probe,
+where one is compared with it. A batch of several calls begins with one that is not counted. A batch in which others
+took more than 5 % of the machine, by the system's own count, is measured again, up to 15 times; rows count those that
+stayed so.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 DISTURBED = 0.05
-ATTEMPTS = 40
+ATTEMPTS = 15
 BATCH_SECONDS = 0.15
 
 
@@ -36,6 +38,14 @@ class Subject:
         self.calls: dict[str, Callable[[int], Any]] = {}
         self.copies: dict[str, int] = {}
         self.next: dict[str, int] = {}
+        self.shape = (0, 0)
+        self.weights: dict[str, list[Any]] = {}
+
+    def forget(self, shape: tuple[int, int]) -> None:
+        """Let go of all weights and calls; those of another shape come."""
+        self.shape = shape
+        self.weights.clear()
+        self.calls.clear()
 
     def offer(self, key: str, call: Callable[[int], Any], copies: int) -> None:
         """``call(i)`` computes with copy ``i``."""
@@ -66,6 +76,8 @@ class Subject:
 
 def _busy() -> float:
     """Seconds that all cores together were not idle, stolen ones included."""
+    if not Path("/proc/stat").exists():
+        return _own()
     with open("/proc/stat") as stat:
         user, nice, system, _, _, irq, soft, steal, *_ = (int(field) for field in stat.readline().split()[1:])
     return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
@@ -140,31 +152,47 @@ def _serve(pipe: Any, make: Callable[..., Subject], arguments: tuple[Any, ...]) 
 
 @dataclass
 class Timed:
-    """One subject's calls in all turns: seconds, and how many batches stayed disturbed."""
+    """One subject's calls: seconds of each batch, the probe's median before and after it, and what stayed disturbed."""
 
     remote: Remote
     key: str
-    seconds: list[float] = field(default_factory=list)
+    batches: list[list[float]] = field(default_factory=list)
+    around: list[tuple[float, float]] = field(default_factory=list)
     disturbed: int = 0
+
+    @property
+    def seconds(self) -> list[float]:
+        return [seconds for batch in self.batches for seconds in batch]
 
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
 
+    def probes(self) -> float:
+        """How many of the probe's calls one of these takes: the median over batches, each beside its own probes."""
+        pairs = zip(self.batches, self.around, strict=True)
+        return statistics.median(statistics.median(batch) / statistics.mean(around) for batch, around in pairs)
 
-def in_turns(all_timed: list[Timed], turns: int) -> None:
-    """Measure all in turns; each batch is about 0.15 s, and at least a call."""
+
+def in_turns(all_timed: list[Timed], turns: int, probe: Timed | None = None) -> None:
+    """Measure all in turns, a batch of about 0.15 s each and at least a call, the probe before and after every one."""
     counts = {}
-    for timed in all_timed:
+    for timed in [*all_timed, *([probe] if probe else [])]:
         timed.remote.ask("batch", timed.key, 1)  # compiles, touches pages
         (first,), _ = timed.remote.ask("batch", timed.key, 1)
         counts[id(timed)] = max(1, round(BATCH_SECONDS / first))
     for _ in range(turns):
+        before = _quiet_batch(probe, counts[id(probe)]) if probe else 0.0
         for timed in all_timed:
             _quiet_batch(timed, counts[id(timed)])
+            if probe:
+                after = _quiet_batch(probe, counts[id(probe)])
+                timed.around.append((before, after))
+                before = after
 
 
-def _quiet_batch(timed: Timed, count: int) -> None:
+def _quiet_batch(timed: Timed, count: int) -> float:
+    """Measure until others leave the machine alone, or keep the best of the attempts; the median of the batch."""
     kept: tuple[float, list[float]] | None = None
     for attempt in range(ATTEMPTS):
         seconds, others = timed.remote.ask("batch", timed.key, count)
@@ -175,7 +203,8 @@ def _quiet_batch(timed: Timed, count: int) -> None:
         time.sleep(0.05 * attempt)
     assert kept is not None
     timed.disturbed += kept[0] > DISTURBED
-    timed.seconds += kept[1]
+    timed.batches.append(kept[1])
+    return statistics.median(kept[1])
 
 
 @dataclass(frozen=True)
@@ -195,11 +224,10 @@ class Figure:
         return self.value >= self.must if self.least else self.value <= self.must
 
     def __str__(self) -> str:
-        text = f"{self.name} {self.value:.3g}"
+        text = f"{self.value:.3g} {self.name}"
         if self.must is None:
             return text
-        word = "" if self.least else "at most "
-        return f"{text} ({word}{self.must:g}, aim {self.aim:g}: {'met' if self.met else 'missed'})"
+        return f"{text}, {'at least' if self.least else 'at most'} {self.must:g}: {'met' if self.met else 'MISSED'}"
 
 
 @dataclass(frozen=True)
@@ -215,10 +243,10 @@ class Row:
     missing: str = ""
 
     def __str__(self) -> str:
-        head = f"{self.what:<22}{self.who:<34}"
+        head = f"{self.what:<25}{self.who:<40}"
         if self.seconds is None:
             return f"{head}{self.missing}"
-        return f"{head}{self.seconds * 1e6:>11.1f} us  {', '.join(map(str, self.figures))}"
+        return f"{head}{self.seconds * 1e6:>11.1f} us  {' | '.join(map(str, self.figures))}"
 
 
 def machine() -> dict[str, Any]:
