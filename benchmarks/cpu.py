@@ -378,6 +378,8 @@ class Bench:
                 bound = PROBE_PORTABLE if variant == "portable" else PROBE[n, k] if self.avx512 else (None, None)
                 figures = [Figure("GB/s", size / 1e9 / timed.median), Figure("of the probe", share, *bound)]
                 figures.append(Figure("of its best", at_best))
+                beside = [self.probe_bytes / 1e9 / seconds for _, seconds in timed.beside()]
+                said = said | {"probes": len(beside), "slowest_probe": min(beside), "fastest_probe": max(beside)}
             for peer, other in peers.items():
                 limit = None
                 if peer == "llama.cpp nvfp4" and variant == "default":

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 DISTURBED = 0.05
+STEADY = 1.15
 ATTEMPTS = 15
 BATCH_SECONDS = 0.15
 
@@ -168,10 +169,18 @@ class Timed:
     def median(self) -> float:
         return statistics.median(self.seconds)
 
+    def beside(self) -> list[tuple[list[float], float]]:
+        """Batches with the mean of their two probes, without those whose probes differ by more than 15 % if any agree.
+
+        A virtual machine's share of the memory changes within a second, and stays what it is for some.
+        """
+        pairs = list(zip(self.batches, self.around, strict=True))
+        steady = [(batch, both) for batch, both in pairs if max(both) <= STEADY * min(both)]
+        return [(batch, statistics.mean(both)) for batch, both in steady or pairs]
+
     def probes(self) -> float:
         """How many of the probe's calls one of these takes: the median over batches, each beside its own probes."""
-        pairs = zip(self.batches, self.around, strict=True)
-        return statistics.median(statistics.median(batch) / statistics.mean(around) for batch, around in pairs)
+        return statistics.median(statistics.median(batch) / probe for batch, probe in self.beside())
 
 
 def in_turns(all_timed: list[Timed], turns: int, probe: Timed | None = None) -> None:
