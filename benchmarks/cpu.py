@@ -370,8 +370,8 @@ class Bench:
             self.row(what, "read probe", probe, [Figure("GB/s", rates[0]), Figure("GB/s at best", rates[1])])
         for name, timed in peers.items():
             self.row(what, name, timed, [Figure("GF/s", 2e-9 * m * n * k / timed.median)])
-        for variant, name, timed, said in mine:
-            figures = [Figure("GF/s", 2e-9 * m * n * k / timed.median)]
+        for variant, name, timed, facts in mine:
+            said, figures = dict(facts), [Figure("GF/s", 2e-9 * m * n * k / timed.median)]
             if probe:
                 size = n * k * PAYLOAD
                 share, at_best = size / self.probe_bytes / timed.probes(), size / 1e9 / timed.median / rates[1]
@@ -379,7 +379,7 @@ class Bench:
                 figures = [Figure("GB/s", size / 1e9 / timed.median), Figure("of the probe", share, *bound)]
                 figures.append(Figure("of its best", at_best))
                 beside = [self.probe_bytes / 1e9 / seconds for _, seconds in timed.beside()]
-                said = said | {"probes": len(beside), "slowest_probe": min(beside), "fastest_probe": max(beside)}
+                said |= {"probes": len(beside), "slowest_probe": min(beside), "fastest_probe": max(beside)}
             for peer, other in peers.items():
                 limit = None
                 if peer == "llama.cpp nvfp4" and variant == "default":
