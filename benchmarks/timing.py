@@ -4,7 +4,7 @@ Each subject lives in a process of its own, started with its own environment, be
 pool spin for a while and would disturb the next one's. Subjects take turns, a short batch each, so that a drift of the
 machine hits all of them; what is compared comes from the same turns. Each batch stands between two of the read probe,
 where one is compared with it. A batch of several calls begins with one that is not counted. A batch in which others
-took more than 5 % of the machine, by the system's own count, is measured again, up to 15 times; rows count those that
+took more than 5 % of the machine, by the system's own count, is measured again, up to 8 times; rows count those that
 stayed so.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 
 DISTURBED = 0.05
 STEADY = 1.15
-ATTEMPTS = 15
+ATTEMPTS = 8
 BATCH_SECONDS = 0.15
 
 
