@@ -26,6 +26,7 @@ check: $(VENV)/.test
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.files
 	$(BIN)/python -m benchmarks.layouts
+	$(BIN)/python -m benchmarks.cpu
 
 # torch comes first and alone: resolved together with others, pip takes the CUDA build where a CPU one is meant.
 $(VENV)/.torch:
