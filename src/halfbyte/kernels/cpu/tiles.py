@@ -1,0 +1,187 @@
+"""The inner loops of products with NVFP4 rows, as LLVM: R rows of weights times T tokens.
+
+A step is 128 codes of a row: 64 bytes, 32 words, word j holding the codes of elements 4j to 4j + 3. Nibble i of all
+words is decoded at once, so that activations are wanted in the order of the words' nibbles; ``staging`` gives it.
+With lane l of 16, block scale l / 2 of the step belongs to it (``halves`` forms: l / 4 of each half).
+
+======== ============================ =============================== =========================================
+form     decodes by                   multiplies                      activations
+======== ============================ =============================== =========================================
+bf16     a permute of 16-bit entries  pairs of bf16 (AVX-512 BF16)    bf16; or fp16 in two parts that add up
+fma      the same, widened            f32                             f32
+portable a shift into the place of    f32                             f32
+         an fp16's exponent, widened
+======== ============================ =============================== =========================================
+
+Scales are widened from fp16 with E4M3's bits shifted by 7: 2^-8 of their value, subnormals too. ``portable`` codes are
+2^-14 of theirs. ``GAIN`` gives both back; all are exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from halfbyte.kernels.cpu.vectors import F16, F32, I8, I16, I32, I64, Emit, vector
+from halfbyte.numerics import BLOCK, E2M1_VALUES
+
+STEP: Final = 128
+"""Codes of a row in a step."""
+ROUND: Final = 256
+"""Codes of a row in a round of the loop: two steps, whose 16 scales are one vector."""
+
+GAIN: Final = {"bf16": 2.0**8, "fma": 2.0**8, "portable": 2.0**22}
+
+F32X16, I32X16, I16X32 = vector(F32, 16), vector(I32, 16), vector(I16, 32)
+F16X16, I16X16 = vector(F16, 16), vector(I16, 16)
+
+_BF16_CODES = [int(bits) >> 16 for bits in E2M1_VALUES.view(np.uint32)]
+
+
+def staging(form: str) -> Any:
+    """(128,) i64: for each place of a step's staged activations, the element that goes there.
+
+    Places are by nibble i of 4, then by lane of 32: words for ``bf16``, else two vectors of 16 f32.
+    """
+    place = np.arange(STEP)
+    i, lane = place // 32, place % 32
+    half, l16 = lane // 16, lane % 16
+    return {"bf16": 4 * lane + i, "fma": 8 * l16 + 4 * half + i, "portable": 64 * half + 4 * l16 + i}[form]
+
+
+def _scales(e: Emit, address: Any, count: int) -> Any:
+    """E4M3 bytes as f32."""
+    b = e.b
+    words = b.zext(e.load(vector(I8, count), address), vector(I16, count))
+    return b.fpext(b.bitcast(b.shl(words, e.splat(I16, count, 7)), vector(F16, count)), vector(F32, count))
+
+
+def _words(e: Emit, form: str, address: Any) -> list[Any]:
+    """The 32 words of a step, as one vector or two."""
+    if form == "portable":
+        return [e.load(I16X16, address), e.load(I16X16, e.at(address, 32))]
+    return [e.load(I16X32, address)]
+
+
+def _decode(e: Emit, form: str, halves: list[Any], i: int) -> list[Any]:
+    """Nibble i of 32 words: one vector of bf16 as i16, or two of f32."""
+    b = e.b
+    if form == "portable":
+        decoded = []
+        for half in halves:
+            top = b.shl(half, e.splat(I16, 16, 12 - 4 * i)) if i < 3 else half
+            bits = b.and_(b.ashr(top, e.splat(I16, 16, 3)), e.splat(I16, 16, 0x8E00))
+            decoded.append(b.fpext(b.bitcast(bits, F16X16), F32X16))
+        return decoded
+    (words,) = halves
+    index = b.lshr(words, e.splat(I16, 32, 4 * i)) if i else words  # the permute ignores the bits above
+    values = e.permute16(e.constant(I16, _BF16_CODES * 2), index)
+    if form == "bf16":
+        return [values]
+    pairs = b.bitcast(values, I32X16)
+    even, odd = b.shl(pairs, e.splat(I32, 16, 16)), b.and_(pairs, e.splat(I32, 16, 0xFFFF0000))
+    return [b.bitcast(even, F32X16), b.bitcast(odd, F32X16)]
+
+
+def _lanes(form: str, step: int, half: int) -> list[int]:
+    """For each lane, which of the scales of some steps is its own."""
+    per_step = STEP // BLOCK
+    if form == "portable":
+        return [step * per_step + half * per_step // 2 + lane // 4 for lane in range(16)]
+    return [step * per_step + lane // 2 for lane in range(16)]
+
+
+def emit_tile(e: Emit, form: str, parts: int, rows: int, tokens: int, args: Any) -> None:
+    """Store the sums of R rows times T tokens over some rounds, row by row, as R * T f32.
+
+    Args:
+        e: where the code goes.
+        form: as above.
+        parts: of each activation.
+        rows: R.
+        tokens: T; R * T is 1, 2, 4, 8 or 16.
+        args: codes and scales of the first row, activations of the first token, rounds, bytes from a row's codes and
+            scales to the next's, bytes from a token to the next, number of the last row that there is (later ones
+            repeat it), bytes to what is prefetched of codes and scales, and where the sums go.
+    """
+    b = e.b
+    codes, scales, x, rounds, next_codes, next_scales, next_token, last, ahead, ahead_scales, out = args
+    large = rows * tokens > 8  # no registers for the sums of each step beside those of all, nor for a second step
+    steps = 1 if large else ROUND // STEP
+    x_step = 2 * STEP * parts if form == "bf16" else 4 * STEP
+
+    def row(r: int, base: Any, stride: Any) -> Any:
+        if not r:
+            return base
+        r64 = b.select(b.icmp_signed("<", last, I64(r)), last, I64(r))
+        return b.add(base, b.mul(r64, stride))
+
+    code_rows = [row(r, codes, next_codes) for r in range(rows)]
+    scale_rows = [row(r, scales, next_scales) for r in range(rows)]
+    token_rows = [b.add(x, b.mul(next_token, I64(t))) if t else x for t in range(tokens)]
+    tile = [(r, t) for r in range(rows) for t in range(tokens)]
+    loop = e.loop(b.mul(rounds, I64(ROUND // STEP // steps)), [e.zero(F32X16)] * len(tile) + [I64(0), I64(0), I64(0)])
+    total = dict(zip(tile, loop.values[: len(tile)], strict=True))
+    at_x, at_codes, at_scales = loop.values[len(tile) :]
+    scale = []
+    for r in range(rows):
+        here = b.add(code_rows[r], at_codes)
+        for line in range(steps):
+            e.prefetch(e.at(b.add(here, ahead), 64 * line))
+        here = b.add(scale_rows[r], at_scales)
+        e.prefetch(b.add(here, ahead_scales))
+        scale.append(_scales(e, here, steps * STEP // BLOCK))
+    for step in range(steps):
+        words = [_words(e, form, e.at(b.add(code_rows[r], at_codes), 64 * step)) for r in range(rows)]
+
+        def activations(t: int, i: int, step: int = step) -> list[Any]:
+            start = b.add(token_rows[t], at_x)
+            if form == "bf16":
+                return [e.load(I16X32, e.at(start, x_step * step + 64 * (i * parts + p)), 64) for p in range(parts)]
+            return [e.load(F32X16, e.at(start, x_step * step + 64 * (2 * i + q)), 64) for q in range(2)]
+
+        halves = 2 if form == "portable" else 1
+        own = [[e.shuffle(s, _lanes(form, step, q)) for q in range(halves)] for s in scale]
+        if large and form != "bf16":
+            for i in range(4):
+                values = [
+                    [b.fmul(v, own[r][q % halves]) for q, v in enumerate(_decode(e, form, words[r], i))]
+                    for r in range(rows)
+                ]
+                for t in range(tokens):
+                    for q, xs in enumerate(activations(t, i)):
+                        for r in range(rows):
+                            total[r, t] = e.fma(values[r][q], xs, total[r, t])
+            continue
+        if large:
+            decoded = [[_decode(e, form, words[r], i)[0] for i in range(4)] for r in range(rows)]
+            for t in range(tokens):
+                sums = [e.zero(F32X16)] * rows
+                for i in range(4):
+                    for xs in activations(t, i):
+                        sums = [e.dot_bf16(sums[r], decoded[r][i], xs) for r in range(rows)]
+                for r in range(rows):
+                    total[r, t] = e.fma(sums[r], own[r][0], total[r, t])
+            continue
+        part: dict[tuple[int, int, int], Any] = {}
+        for i in range(4):
+            values = [_decode(e, form, words[r], i) for r in range(rows)]
+            for t in range(tokens):
+                for q, xs in enumerate(activations(t, i)):
+                    for r in range(rows):
+                        if form == "bf16":
+                            known = part.get((r, t, 0), e.zero(F32X16))
+                            part[r, t, 0] = e.dot_bf16(known, values[r][0], xs)
+                        else:
+                            h = q % halves
+                            known = part.get((r, t, h))
+                            part[r, t, h] = e.fma(values[r][q], xs, known) if known else b.fmul(values[r][q], xs)
+        for (r, t, h), value in part.items():
+            total[r, t] = e.fma(value, own[r][h], total[r, t])
+    done = steps * STEP
+    moved = [b.add(at_x, I64(x_step * steps)), b.add(at_codes, I64(done // 2)), b.add(at_scales, I64(done // BLOCK))]
+    results = loop.end([total[at] for at in tile] + moved)[: len(tile)]
+    sums, lanes = e.sums(results)
+    for place, lane in enumerate(lanes):
+        e.store(b.extract_element(sums, I32(lane)), e.at(out, 4 * place), 4)
