@@ -25,20 +25,23 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "numerics": ("errors",),
     "stored": ("errors",),
     "patterns": ("errors",),
-    "tasks": ("errors",),
+    "tasks": ("errors", "jit"),
     "modules": BASE,
     "experts": (*BASE, "modules"),
     "arrays": BASE,
     "kinds": (*BASE, "arrays"),
     "shifts": (*BASE, "arrays"),
-    "weight": (*BASE, "arrays", "kinds", "shifts"),
+    "vectors": (),
+    "decode_code": (*BASE, "vectors"),
+    "decode": (*BASE, "arrays", "vectors", "decode_code"),
+    "weight": (*BASE, "arrays", "kinds", "shifts", "decode"),
     "lossy": MEANING,
     "underflow": MEANING,
     "fragments": MEANING,
     "suspicion": ("errors", "layouts"),
     "mxfp4": MEANING,
     "casts": (*MEANING, "mxfp4", "modules"),
-    "recipes": MEANING,
+    "recipes": (*MEANING, "vectors"),
     "activations": FILES,
     "layouts": MEANING,
     "diagnose": (*MEANING, "layouts", *STACKS),
@@ -95,8 +98,11 @@ In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attenti
 EXECUTORS = {
     "halfbyte.layouts.base": {"halfbyte.layouts.compiled", "halfbyte.layouts.cuda"},
     "halfbyte.layouts.cuda": {"halfbyte.layouts.cuda_kernel"},
+    "halfbyte.recipes.base": {"halfbyte.recipes.blocks_code"},
+    "halfbyte.recipes.rtn": {"halfbyte.recipes.base", "halfbyte.recipes.blocks_code"},
 }
-"""In layouts: base runs the executors that are compiled, the one for CUDA tensors loaded only to run."""
+"""In layouts: base runs the executors that are compiled, the one for CUDA tensors loaded only to run. In recipes,
+blocks_code is, too."""
 
 MODULES = sorted(SOURCE.rglob("*.py"))
 ids = pytest.mark.parametrize("file", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))

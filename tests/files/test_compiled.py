@@ -31,9 +31,7 @@ from halfbyte.layouts.base import arrange, arrange_codes, restore, restore_codes
 from helpers import assert_same_bytes, modelopt, nibbles, random_weight
 from orders import PLANES, Plane, orders
 
-needs_numba = pytest.mark.skipif(
-    jit.missing() is not None, reason=f"the compiled executor cannot run: {jit.missing()}"
-)
+needs_numba = pytest.mark.skipif(jit.missing() is not None, reason=f"the compiled executor cannot run: {jit.missing()}")
 keyed = pytest.mark.parametrize("layout", VARIANTS, ids=lambda layout: layout.key)
 
 
