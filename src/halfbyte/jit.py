@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Final, TypeVar
 from halfbyte.errors import UnavailableError, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 _log = logging.getLogger("halfbyte")
 
@@ -42,16 +43,18 @@ def missing() -> str | None:
     return "NUMBA_DISABLE_JIT is set" if getattr(config, "DISABLE_JIT", 0) else None
 
 
-def compiled(function: F | None = None, *, parallel: bool = False) -> Any:
+def compiled(function: F | None = None, *, name: str | None = None, parallel: bool = False) -> Any:
     """Compile a function when it is first called, and keep its machine code on disk.
 
     Args:
         function: plain Python that Numba compiles; arithmetic is IEEE's, and divisions by zero do not raise.
+        name: unique in its module; by default the function's own.
         parallel: it uses ``prange``; call it by ``run``.
     """
     import numba
 
     def decorate(function: F) -> Any:
+        function.__qualname__ = name or function.__qualname__
         code = numba.njit(nogil=True, error_model="numpy", parallel=parallel)(function)
         code._cache = _cache_class()(function)
         return code
@@ -60,12 +63,50 @@ def compiled(function: F | None = None, *, parallel: bool = False) -> Any:
 
 
 @functools.cache
+def has(feature: str) -> bool:
+    """Whether this processor has what LLVM calls by that name; never where HALFBYTE_CPU is "portable".
+
+    Raises:
+        UsageError: HALFBYTE_CPU is something else.
+    """
+    if _portable():
+        return False
+    from llvmlite import binding
+
+    return bool(binding.get_host_cpu_features().get(feature, False))
+
+
+def _portable() -> bool:
+    asked = os.environ.get("HALFBYTE_CPU") or "native"
+    if asked not in ("native", "portable"):
+        raise UsageError("unknown HALFBYTE_CPU", got=repr(asked), expected="native or portable")
+    return asked == "portable"
+
+
+_here: Final = threading.local()
+"""Of this thread of Python: whether others compute beside it."""
+
+
+def alone(function: Callable[[], T]) -> T:
+    """Call a function that is one of several at once: what it computes, it computes on one thread."""
+    before, _here.alone = getattr(_here, "alone", False), True
+    try:
+        return function()
+    finally:
+        _here.alone = before
+
+
 def thread_count() -> int:
-    """How many threads compute: HALFBYTE_THREADS, else one for each core that this process may use.
+    """How many threads compute: one under ``alone``, else HALFBYTE_THREADS or one for each core of this process.
 
     Raises:
         UsageError: HALFBYTE_THREADS is not a positive number.
     """
+    return 1 if getattr(_here, "alone", False) else _all_threads()
+
+
+@functools.cache
+def _all_threads() -> int:
     from numba import config
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -152,6 +193,7 @@ def _digest() -> str:
     digest.update(
         repr((sys.version, platform.machine(), numba.__version__, llvmlite.__version__, np.__version__)).encode()
     )
+    digest.update(b"portable" if _portable() else b"native")
     package = Path(__file__).parent
     for file in sorted(package.rglob("*.py")):
         digest.update(f"\0{file.relative_to(package)}\0".encode())
@@ -194,6 +236,9 @@ def _cache_class() -> Any:
 
     class Kept(caching.FunctionCache):  # type: ignore[misc]
         _impl_class = Proven
+
+        def _index_key(self, sig: Any, codegen: Any) -> Any:
+            return sig, codegen.magic_tuple()  # the folder stands for all sources, so for what a closure holds, too
 
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             try:

@@ -25,6 +25,7 @@ from concurrent.futures import (
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from halfbyte import jit
 from halfbyte.errors import HalfbyteError, UsageError
 
 PROCESS_BYTES = 24 << 20
@@ -258,7 +259,7 @@ class _Run:
                 break
             step, node, slot = root.ready.popleft()
             if isinstance(step, Task) and node is not None:
-                self.flying[self.executor.submit(step.function)] = step, node, slot
+                self.flying[self.executor.submit(jit.alone, step.function)] = step, node, slot
                 root.running += 1
             elif not isinstance(step, Task):
                 self._advance(_Node(step, root, node, slot), None)

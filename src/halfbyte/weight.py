@@ -18,7 +18,6 @@ from halfbyte.arrays import (
     Immutable,
     as_bytes,
     broadcast,
-    cast,
     check_parts,
     checked_pre_scale,
     code_shape,
@@ -37,9 +36,10 @@ from halfbyte.arrays import (
     to_numpy,
     to_torch,
 )
+from halfbyte.decode import dequantize
 from halfbyte.errors import WeightError
 from halfbyte.kinds import DenseWeight, Fp8Weight, Int8Weight, Mxfp4Weight
-from halfbyte.numerics import BLOCK, Array, decode_e2m1, decode_e4m3, encode_e4m3, is_torch
+from halfbyte.numerics import BLOCK, Array, decode_e4m3, encode_e4m3, is_torch
 from halfbyte.shifts import common_exponents, mantissas, shift_scale2, shift_scales
 
 __all__ = [
@@ -177,12 +177,7 @@ class Weight(Immutable):
         ("float32", "bfloat16" or "float16") rounds once more. pre_scale is not applied: it belongs
         to the activations.
         """
-        values = decode_e2m1(self.codes)
-        blocks = values.reshape(*self.scales.shape, BLOCK)
-        with np.errstate(over="ignore", invalid="ignore"):  # Inf and NaN come out as such
-            blocks *= decode_e4m3(self.scales)[..., None]
-            values *= self.scale2
-        return cast(values[..., : self.k], dtype)
+        return dequantize(self.codes, self.scales, self.scale2, self.k, dtype)
 
     def rows(self, a: int, b: int) -> Weight:
         """Output features a..b, with their codes, scales and per-row scale2."""

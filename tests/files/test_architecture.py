@@ -25,21 +25,24 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "numerics": ("errors",),
     "stored": ("errors",),
     "patterns": ("errors",),
-    "tasks": ("errors",),
+    "tasks": ("errors", "jit"),
     "modules": BASE,
     "experts": (*BASE, "modules"),
     "bundles": (*BASE, "modules", "experts"),
     "arrays": BASE,
     "kinds": (*BASE, "arrays"),
     "shifts": (*BASE, "arrays"),
-    "weight": (*BASE, "arrays", "kinds", "shifts"),
+    "vectors": (),
+    "decode_code": (*BASE, "vectors"),
+    "decode": (*BASE, "arrays", "vectors", "decode_code"),
+    "weight": (*BASE, "arrays", "kinds", "shifts", "decode"),
     "lossy": MEANING,
     "underflow": MEANING,
     "fragments": MEANING,
     "suspicion": ("errors", "layouts"),
     "mxfp4": MEANING,
     "casts": (*MEANING, "mxfp4", "modules"),
-    "recipes": MEANING,
+    "recipes": (*MEANING, "vectors"),
     "activations": FILES,
     "layouts": MEANING,
     "diagnose": (*MEANING, "layouts", *STACKS),
@@ -90,9 +93,16 @@ CHAINS = {
         "attention": {"base", "attention_base", "fmha_llm", "fmha_vit"},
         "reference": {"base"},
     },
+    "kernels.cpu": {
+        "exact": {"product_code"},
+        "product_code": {"tiles", "vectors"},
+        "tiles": {"vectors"},
+    },
+    "recipes": {"base": {"blocks_code"}, "rtn": {"base", "blocks_code"}},
 }
 """In checkpoint: header <- reader <- writer <- outputs, and expert_checks, reader <- consistency; workdir <- writer.
-In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention."""
+In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention.
+What ends in _code is loaded only to run."""
 
 EXECUTORS = {
     "order": set(),

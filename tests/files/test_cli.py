@@ -262,7 +262,7 @@ FACTS = {
     "shard": {"src", "dst", "dialect", "mode", "degree", "ranks", "modules", "whole", "files", "bytes_out", "proven"},
     "layouts": {"layouts"},
     "dequantize": {"src", "dst", "dtype", "reading", "tensors", "files", "bytes_in", "bytes_out", "seconds"},
-    "doctor": {"python", "platform", "cores", "cpu", "packages", "extras", "layouts", "gpus"},
+    "doctor": {"python", "platform", "cores", "cpu", "packages", "extras", "layouts", "quantize", "dequantize", "gpus"},
 }
 
 
@@ -476,11 +476,14 @@ def test_doctor_says_what_moves_layouts(monkeypatch):
     from halfbyte.tools import doctor as module
 
     monkeypatch.setattr(module.jit, "missing", lambda: None)
-    assert module.doctor().facts["layouts"] == "compiled by Numba"
+    assert {module.doctor().facts[what] for what in ("layouts", "quantize", "dequantize")} == {"compiled by Numba"}
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "numba", None)
     reason = "numba is not installed; run: pip install 'halfbyte[cpu]'"
-    assert module.doctor().facts["layouts"] == f"moved by NumPy: {reason}"
+    facts = module.doctor().facts
+    assert facts["layouts"] == f"moved by NumPy: {reason}"
+    assert facts["quantize"] == f"by NumPy: {reason}"
+    assert facts["dequantize"] == f"by NumPy or torch: {reason}"
 
 
 def test_doctor_survives_a_broken_torch(monkeypatch):

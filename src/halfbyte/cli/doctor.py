@@ -35,6 +35,8 @@ def _render(report: Report, out: Console) -> None:
             ("gpus", "; ".join(gpus) or "none that torch sees"),
             ("packages", ", ".join(f"{name} {v or '-'}" for name, v in facts["packages"].items())),
             ("layouts", facts["layouts"]),
+            ("quantize", facts["quantize"]),
+            ("dequantize", facts["dequantize"]),
             *((f"extra {extra}", state) for extra, state in facts["extras"].items()),
         ],
     )

@@ -9,11 +9,15 @@ from halfbyte.errors import NoKernelError, UsageError
 from halfbyte.kernels import attention, reference
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, C, Call, Cost, Kernel, LinearArgs
+from halfbyte.kernels.cpu import exact
 from halfbyte.kernels.descriptors import TensorDesc
 from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
 from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 
 KERNELS: tuple[Kernel[Any, Any], ...] = (
+    exact.BF16,
+    exact.AVX512,
+    exact.PORTABLE,
     reference.TORCH,
     reference.NUMPY,
     attention.LLM_TORCH,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from math import prod
+from typing import Any, ClassVar, Final, Generic, Literal, Protocol, TypeVar
 
 from halfbyte.arrays import dtype_name, float_dtype
 from halfbyte.errors import UnavailableError, UsageError
@@ -17,6 +18,9 @@ from halfbyte.layouts import Layout, Packed
 from halfbyte.numerics import Array, is_torch
 
 Library = Literal["numpy", "torch"]
+
+LARGEST_SCALE: Final = 0x7E
+"""The byte of 448: above it are NaN and the negative ones."""
 
 
 class AnyCall(Protocol):
@@ -58,6 +62,7 @@ class Call:
         device: "cpu", "cuda", ...
         library: that of all arrays.
         bias: a bias is added.
+        odd_scales: some block scale is negative or NaN.
 
     Raises:
         UsageError: a layout of another kind of weight.
@@ -74,6 +79,7 @@ class Call:
     device: str
     library: Library
     bias: bool
+    odd_scales: bool = False
 
     def __post_init__(self) -> None:
         check_kind(self.layout)
@@ -94,6 +100,7 @@ class Call:
             device=device,
             library=library,
             bias=bias,
+            odd_scales=device == "cpu" and odd_scales(weight),
         )
 
     def __str__(self) -> str:
@@ -198,6 +205,18 @@ def check_kind(layout: Layout) -> None:
             got=f"{layout.kind} in the layout {layout.key}",
             hint="cast it with halfbyte.mxfp4.to_nvfp4 and pack that",
         )
+
+
+def odd_scales(weight: Packed) -> bool:
+    """Whether some block scale is negative or NaN, looked for once in a buffer that is not written to again."""
+    scales = weight.buffers().get("scales")
+    if scales is None:
+        return False
+    version = getattr(scales, "_version", 0) if is_torch(scales) and not scales.is_inference() else 0
+    known = weight.memo.get("odd_scales")
+    if known is None or known[0] != version:
+        known = weight.memo["odd_scales"] = version, bool(prod(scales.shape)) and int(scales.max()) > LARGEST_SCALE
+    return bool(known[1])
 
 
 def device_of(a: Array) -> str:

@@ -309,7 +309,7 @@ class Packed:
             (*E, 1 or N, 1) f32; and, where the weight has them, "input_scale" and "pre_scale".
     """
 
-    __slots__ = ("_buffers", "layout", "shape")
+    __slots__ = ("_buffers", "layout", "memo", "shape")
 
     def __init__(self, layout: Layout, shape: Sequence[int], buffers: Mapping[str, Array]) -> None:
         always, optional = layout.beside
@@ -319,6 +319,7 @@ class Packed:
         self.layout = layout
         self.shape = tuple(int(size) for size in shape)
         self._buffers = dict(buffers)
+        self.memo: dict[Any, Any] = {}
         if len(self.shape) < 2 or min(self.shape) < 0:
             raise LayoutError("not the shape of a weight", got=self.shape, expected="(*E, N, K)")
         if len({is_torch(buffer) for buffer in buffers.values()}) > 1:

@@ -9,7 +9,17 @@ import numpy as np
 
 from halfbyte.errors import QuantizeError, UsageError
 from halfbyte.numerics import BLOCK, Array, is_torch
-from halfbyte.recipes.base import LIKES, Like, Recipe, TensorScale, chunks, finite_amax
+from halfbyte.recipes.base import (
+    LIKES,
+    Dense,
+    Like,
+    Recipe,
+    TensorScale,
+    chunks,
+    contiguous,
+    executor,
+    finite_amax,
+)
 from halfbyte.recipes.rtn import Rtn
 from halfbyte.weight import Weight, to_numpy
 
@@ -104,7 +114,12 @@ def quantize_array(dense: Any, recipe: Recipe, scale: TensorScale, like: Like) -
     n, k = dense.shape
     blocks = -(-k // BLOCK)
     codes, scales = np.empty((n, blocks * BLOCK // 2), np.uint8), np.empty((n, blocks), np.uint8)
-    for rows in chunks(n, k):
+    if executor(dense.size) is None and all(
+        recipe.encode_compiled(Dense.of(dense[rows]), scale, like, codes[rows], scales[rows])
+        for rows in contiguous(dense)
+    ):
+        return codes, scales
+    for rows in chunks(n, k):  # also where a block is refused: NumPy finds the first
         x = dense[rows].astype(np.float32, copy=False)
         if k % BLOCK:
             x = np.pad(x, ((0, 0), (0, blocks * BLOCK - k)))

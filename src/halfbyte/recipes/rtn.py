@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from halfbyte import jit
 from halfbyte.numerics import (
     BLOCK,
     E2M1_MAX,
@@ -31,7 +32,16 @@ from halfbyte.numerics import (
     encode_e4m3,
     pack_nibbles,
 )
-from halfbyte.recipes.base import Like, Recipe, TensorScale, block_amax, refuse_overflow
+from halfbyte.recipes.base import (
+    LARGEST_SCALE,
+    Dense,
+    Like,
+    Recipe,
+    TensorScale,
+    block_amax,
+    pieces,
+    refuse_overflow,
+)
 
 _SMALLEST_SCALE = np.float32(2.0**-9)
 _CT_ZERO_SCALE = 0x20  # 0.125
@@ -71,6 +81,21 @@ class Rtn(Recipe):
         step = np.maximum(step, _SMALLEST)  # a product that underflows must not divide
         quotient = x.reshape(x.shape[0], -1, BLOCK) / step[..., None]
         return pack_nibbles(encode_e2m1(quotient).reshape(x.shape)), scales
+
+    def encode_compiled(self, dense: Dense, scale: TensorScale, like: Like, codes: Any, scales: Any) -> bool:
+        from halfbyte.recipes import blocks_code as code
+
+        rule = code.MODELOPT if like == "modelopt" else code.BY_SCALE2 if scale.divisor is None else code.BY_DIVISOR
+        total, threads = dense.chunks(code.CHUNK), jit.thread_count()
+        tops = np.zeros(pieces(total, threads), np.float32)
+        numbers = rule, np.float32(scale.scale2), np.float32(1 if scale.divisor is None else scale.divisor)
+        where = dense.kind, dense.address, dense.row_bytes, dense.k
+        made = codes.ctypes.data, scales.ctypes.data
+        if threads == 1:
+            tops[0] = code.encode_some(0, total, *where, *numbers, *made)
+        else:
+            jit.run(code.encode_all, total, *where, *numbers, *made, tops)
+        return not (scale.fixed and tops.max() > LARGEST_SCALE)
 
 
 def _ct_divisor(amax: np.float32) -> np.float32:

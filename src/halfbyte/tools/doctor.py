@@ -27,7 +27,8 @@ def doctor() -> Report:
 
     Returns:
         A report; its facts are "python", "platform", "cores", "cpu", "packages" (version or None),
-        "extras" (for each: ready, or the command that installs it), "layouts" (compiled, or why not) and "gpus".
+        "extras" (for each: ready, or the command that installs it), "layouts", "quantize" and
+        "dequantize" (compiled, or why not) and "gpus".
     """
     names = dict.fromkeys([*_BASE, *(p for packages in EXTRAS.values() for p in packages)])
     packages = {name: _version(name) for name in names}
@@ -46,6 +47,8 @@ def doctor() -> Report:
         "packages": packages,
         "extras": extras,
         "layouts": f"moved by NumPy: {reason}" if reason else "compiled by Numba",
+        "quantize": f"by NumPy: {reason}" if reason else "compiled by Numba",
+        "dequantize": f"by NumPy or torch: {reason}" if reason else "compiled by Numba",
         "gpus": _gpus() if packages["torch"] else [],
     }
     return Report("doctor", (), facts)

@@ -16,6 +16,7 @@ from halfbyte import jit
 from halfbyte.kernels.cpu.tiles import GAIN, ROUND, STEP, emit_tile, staging
 from halfbyte.kernels.cpu.vectors import F16, F32, Emit
 
+NAMES = ("bf16", "halves", "fma", "portable")
 FORMS = (("bf16", 1), ("bf16", 2), ("fma", 1), ("portable", 1))
 BF16, HALVES, FMA, PORTABLE = range(4)
 """Numbers of the forms: of bf16 activations, of fp16 ones in two bf16 parts, and of f32."""
@@ -38,7 +39,7 @@ _inner = njit(nogil=True, error_model="numpy")
 
 
 def _pointer_to(element: Any) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def pointer(typing: Any, address: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
@@ -51,7 +52,7 @@ def _pointer_to(element: Any) -> Any:
 _f32_at, _u32_at, _u16_at, _u8_at = (_pointer_to(t) for t in (_f32, types.uint32, types.uint16, types.uint8))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _widen(typing: Any, bits: Any) -> Any:
     """Bits of an fp16 to f32."""
 
@@ -61,7 +62,7 @@ def _widen(typing: Any, bits: Any) -> Any:
     return _f32(types.uint16), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _narrow(typing: Any, value: Any) -> Any:
     """f32 to the bits of the nearest fp16."""
 
@@ -71,7 +72,7 @@ def _narrow(typing: Any, value: Any) -> Any:
     return types.uint16(_f32), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _bits(typing: Any, value: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.bitcast(values[0], context.get_value_type(types.uint32))
@@ -79,7 +80,7 @@ def _bits(typing: Any, value: Any) -> Any:
     return types.uint32(_f32), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _float(typing: Any, bits: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.bitcast(values[0], F32)
@@ -88,7 +89,7 @@ def _float(typing: Any, bits: Any) -> Any:
 
 
 @_inner
-def _get(kind, address, index):  # type: ignore[no-untyped-def]
+def _get(kind, address, index):
     """Element ``index`` of an array of a dtype, as f32."""
     if kind == F32_KIND:
         return carray(_f32_at(address), index + 1)[index]
@@ -99,14 +100,14 @@ def _get(kind, address, index):  # type: ignore[no-untyped-def]
 
 
 @_inner
-def _put(kind, address, index, value):  # type: ignore[no-untyped-def]
+def _put(kind, address, index, value):
     """Round to nearest even and store."""
     if kind == F32_KIND:
         carray(_f32_at(address), index + 1)[index] = value
     elif kind == BF16_KIND:
         bits = _bits(value)
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        if value != value:
+        if np.isnan(value):
             rounded = (bits >> np.uint32(16)) | np.uint32(0x40)
         carray(_u16_at(address), index + 1)[index] = np.uint16(rounded)
     else:
@@ -117,15 +118,20 @@ _WIDTH = tuple(2 * parts if form == "bf16" else 4 for form, parts in FORMS)
 """Bytes of a staged activation."""
 
 
-@_inner  # type: ignore[untyped-decorator]
-def _stage(form, kind, x, pre, k, out):  # type: ignore[no-untyped-def]
+@_inner
+def _whole_rounds(k):
+    return (k + ROUND - 1) // ROUND * ROUND
+
+
+@_inner
+def _stage(form, kind, x, pre, true_k, k, out):
     """One token's activations in the order of ``staging``, zeros after K."""
     order = _STAGING[form]
     parts = 2 if form == HALVES else 1
     words, floats = carray(_u16_at(out), 1), carray(_f32_at(out), 1)
     step = np.empty(STEP, np.float32)
-    for start in range(0, (k + ROUND - 1) // ROUND * ROUND, STEP):
-        size = max(0, min(STEP, k - start))
+    for start in range(0, _whole_rounds(k), STEP):
+        size = max(0, min(STEP, true_k - start))
         for i in range(size):
             step[i] = _get(kind, x, start + i)
         if pre:
@@ -144,7 +150,7 @@ def _stage(form, kind, x, pre, k, out):  # type: ignore[no-untyped-def]
             words[at] = np.uint16(high >> np.uint32(16))
             if form == HALVES:
                 low = value - _float(high)
-                if low != low:  # of an infinity, or of what is not a number already
+                if np.isnan(low):  # of an infinity, or of what is not a number already
                     low = np.float32(0)
                 words[at + 32] = np.uint16(_bits(low) >> np.uint32(16))
 
@@ -153,10 +159,8 @@ def _tile_of(form: int, rows: int, tokens: int) -> Any:
     """``emit_tile`` as a function."""
     name, parts = FORMS[form]
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def tile(  # type: ignore[no-untyped-def]
-        typing, codes, scales, x, rounds, next_codes, next_scales, next_token, last, ahead, ahead_scales, out
-    ):
+    @intrinsic
+    def tile(typing, codes, scales, x, rounds, next_codes, next_scales, next_token, last, ahead, ahead_scales, out):
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             emit_tile(Emit(builder), name, parts, rows, tokens, values)
             return context.get_dummy_value()
@@ -166,8 +170,8 @@ def _tile_of(form: int, rows: int, tokens: int) -> Any:
     return tile
 
 
-@_inner  # type: ignore[untyped-decorator]
-def _copy_rest(codes, scales, next_codes, next_scales, last, rest, tail, tail_scales):  # type: ignore[no-untyped-def]
+@_inner
+def _copy_rest(codes, scales, next_codes, next_scales, last, rest, tail, tail_scales):
     """What is left of four rows after their whole rounds, filled up with zeros to one round."""
     for r in range(last + 1):
         own, held = carray(_u8_at(codes + r * next_codes), 1), carray(_u8_at(tail + r * (ROUND // 2)), 1)
@@ -178,8 +182,8 @@ def _copy_rest(codes, scales, next_codes, next_scales, last, rest, tail, tail_sc
             held[i] = own[i] if i < rest // 16 else 0
 
 
-@_inner  # type: ignore[untyped-decorator]
-def _add(result, rows, tokens, last, sums):  # type: ignore[no-untyped-def]
+@_inner
+def _add(result, rows, tokens, last, sums):
     """Add a tile of R rows, of which ``last`` + 1 exist, times T tokens to (T, UNIT)."""
     tile, total = carray(_f32_at(result), 1), carray(_f32_at(sums), 1)
     for r in range(last + 1):
@@ -187,10 +191,8 @@ def _add(result, rows, tokens, last, sums):  # type: ignore[no-untyped-def]
             total[t * UNIT + r] += tile[r * tokens + t]
 
 
-@_inner  # type: ignore[untyped-decorator]
-def _finish(  # type: ignore[no-untyped-def]
-    low, high, sums, gain, scale2, per_row, bias, bias_kind, count, n, out, out_kind
-):
+@_inner
+def _finish(low, high, sums, gain, scale2, per_row, bias, bias_kind, count, n, out, out_kind):
     """Sums (T, UNIT) of rows ``low`` to ``high`` to the results of T tokens."""
     total, second = carray(_f32_at(sums), 1), carray(_f32_at(scale2), 1)
     for t in range(count):
@@ -207,17 +209,15 @@ def _rows_of(form: int, several: bool) -> Any:
     one = _tile_of(form, 4, 1)
     two, four, eight = (_tile_of(form, r, t) if several else one for r, t in ((4, 2), (2, 4), (2, 8)))
 
-    @_inner  # type: ignore[untyped-decorator]
-    def rows(  # type: ignore[no-untyped-def]
-        index, x, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, next_token
-    ):
+    @_inner
+    def rows(index, x, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, next_token):
         low = index * UNIT
         high = min(n, low + UNIT)
         memory = np.empty(2048 + 64 + 4 * TOKENS * UNIT, np.uint8)
         tail = (memory.ctypes.data + 63) // 64 * 64
         tail_scales, result, sums = tail + 4 * (ROUND // 2), tail + 1024, tail + 2048
         pieces = (k + K_BLOCK - 1) // K_BLOCK
-        block = ((k + pieces - 1) // pieces + ROUND - 1) // ROUND * ROUND
+        block = _whole_rounds((k + pieces - 1) // pieces)
         jump = 4 * max(1, AHEAD // (2 * block))
         for first in range(0, m, TOKENS):
             count = min(TOKENS, m - first)
@@ -280,111 +280,36 @@ def _rows_of(form: int, several: bool) -> Any:
     return rows
 
 
-_rows_bf16_one = _rows_of(BF16, False)
-_rows_bf16_several = _rows_of(BF16, True)
-_rows_halves_one = _rows_of(HALVES, False)
-_rows_halves_several = _rows_of(HALVES, True)
-_rows_fma_one = _rows_of(FMA, False)
-_rows_fma_several = _rows_of(FMA, True)
-_rows_portable_one = _rows_of(PORTABLE, False)
-_rows_portable_several = _rows_of(PORTABLE, True)
+def _product_of(form: int, several: bool) -> Any:
+    """x @ weight.T for one token, or for several. Numbers of bytes and rows are i64, arrays are addresses.
+
+    Args of the function:
+        x: (M, true K), row-major, of dtype ``kind``.
+        pre: (true K,) f32, or 0.
+        codes, scales: those of the layout rows, for K, a multiple of 16.
+        scale2: f32, one or N.
+        bias: (N,) of dtype ``bias_kind``, or 0.
+        out: (M, N) of dtype ``out_kind``.
+        staged: scratch for M tokens of whole rounds of K, at a multiple of 64.
+    """
+    rows, width = _rows_of(form, several), _WIDTH[form]
+
+    def product(x, kind, pre, m, n, true_k, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, staged):
+        next_token = _whole_rounds(k) * width
+        if m == 1:
+            _stage(form, kind, x, pre, true_k, k, staged)
+        else:
+            for t in prange(m):
+                at = x + t * true_k * (4 if kind == F32_KIND else 2)
+                _stage(form, kind, at, pre, true_k, k, staged + t * next_token)
+        for index in prange((n + UNIT - 1) // UNIT):
+            rows(index, staged, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, next_token)
+
+    name = f"{NAMES[form]}_{'several' if several else 'one'}"
+    return jit.compiled(product, name=name, parallel=True)
 
 
-@jit.compiled(parallel=True)  # type: ignore[untyped-decorator]
-def bf16_one(  # type: ignore[no-untyped-def]
-    x, kind, pre, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, staged
-):  # fmt: skip
-    next_token = (k + ROUND - 1) // ROUND * ROUND * _WIDTH[BF16]
-    _stage(BF16, kind, x, pre, k, staged)
-    for index in prange((n + UNIT - 1) // UNIT):
-        _rows_bf16_one(
-            index, staged, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, next_token
-        )
-
-
-@jit.compiled(parallel=True)  # type: ignore[untyped-decorator]
-def bf16_several(  # type: ignore[no-untyped-def]
-    x, kind, pre, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, staged
-):  # fmt: skip
-    next_token = (k + ROUND - 1) // ROUND * ROUND * _WIDTH[BF16]
-    for t in prange(m):
-        _stage(BF16, kind, x + t * k * (4 if kind == F32_KIND else 2), pre, k, staged + t * next_token)
-    for index in prange((n + UNIT - 1) // UNIT):
-        _rows_bf16_several(
-            index, staged, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, next_token
-        )
-
-
-@jit.compiled(parallel=True)  # type: ignore[untyped-decorator]
-def halves_one(  # type: ignore[no-untyped-def]
-    x, kind, pre, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, staged
-):  # fmt: skip
-    next_token = (k + ROUND - 1) // ROUND * ROUND * _WIDTH[HALVES]
-    _stage(HALVES, kind, x, pre, k, staged)
-    for index in prange((n + UNIT - 1) // UNIT):
-        _rows_halves_one(
-            index, staged, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, next_token
-        )
-
-
-@jit.compiled(parallel=True)  # type: ignore[untyped-decorator]
-def halves_several(  # type: ignore[no-untyped-def]
-    x, kind, pre, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, staged
-):  # fmt: skip
-    next_token = (k + ROUND - 1) // ROUND * ROUND * _WIDTH[HALVES]
-    for t in prange(m):
-        _stage(HALVES, kind, x + t * k * (4 if kind == F32_KIND else 2), pre, k, staged + t * next_token)
-    for index in prange((n + UNIT - 1) // UNIT):
-        _rows_halves_several(
-            index, staged, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, next_token
-        )
-
-
-@jit.compiled(parallel=True)  # type: ignore[untyped-decorator]
-def fma_one(  # type: ignore[no-untyped-def]
-    x, kind, pre, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, staged
-):  # fmt: skip
-    next_token = (k + ROUND - 1) // ROUND * ROUND * _WIDTH[FMA]
-    _stage(FMA, kind, x, pre, k, staged)
-    for index in prange((n + UNIT - 1) // UNIT):
-        _rows_fma_one(
-            index, staged, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, next_token
-        )
-
-
-@jit.compiled(parallel=True)  # type: ignore[untyped-decorator]
-def fma_several(  # type: ignore[no-untyped-def]
-    x, kind, pre, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, staged
-):  # fmt: skip
-    next_token = (k + ROUND - 1) // ROUND * ROUND * _WIDTH[FMA]
-    for t in prange(m):
-        _stage(FMA, kind, x + t * k * (4 if kind == F32_KIND else 2), pre, k, staged + t * next_token)
-    for index in prange((n + UNIT - 1) // UNIT):
-        _rows_fma_several(
-            index, staged, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, next_token
-        )
-
-
-@jit.compiled(parallel=True)  # type: ignore[untyped-decorator]
-def portable_one(  # type: ignore[no-untyped-def]
-    x, kind, pre, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, staged
-):  # fmt: skip
-    next_token = (k + ROUND - 1) // ROUND * ROUND * _WIDTH[PORTABLE]
-    _stage(PORTABLE, kind, x, pre, k, staged)
-    for index in prange((n + UNIT - 1) // UNIT):
-        _rows_portable_one(
-            index, staged, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, next_token
-        )
-
-
-@jit.compiled(parallel=True)  # type: ignore[untyped-decorator]
-def portable_several(  # type: ignore[no-untyped-def]
-    x, kind, pre, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, staged
-):  # fmt: skip
-    next_token = (k + ROUND - 1) // ROUND * ROUND * _WIDTH[PORTABLE]
-    for t in prange(m):
-        _stage(PORTABLE, kind, x + t * k * (4 if kind == F32_KIND else 2), pre, k, staged + t * next_token)
-    for index in prange((n + UNIT - 1) // UNIT):
-        _rows_portable_several(
-            index, staged, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, next_token
-        )
+PRODUCTS = {
+    (NAMES[form], several): _product_of(form, several) for form in range(len(FORMS)) for several in (False, True)
+}
+"""By the name of a form, and whether there are several tokens."""

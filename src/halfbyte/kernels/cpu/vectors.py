@@ -102,7 +102,7 @@ class Emit:
         return Loop(self.b, count, first)
 
     def sums(self, vectors: Sequence[Any]) -> tuple[Any, list[int]]:
-        """Add up the lanes of each of 1, 2, 4, 8 or 16 vectors of 16 f32: all sums in one vector, and the lane of each."""
+        """Add up the lanes of each of 1, 2, 4, 8 or 16 vectors of 16 f32: the sums, and the lane of each."""
         width, owners = 16, [[i] for i in range(len(vectors))]
         vectors = list(vectors)
         while len(vectors) > 1:

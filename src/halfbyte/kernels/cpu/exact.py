@@ -1,0 +1,171 @@
+"""``linear`` on a CPU, layout ``rows``, exact, compiled by Numba: the weight is read once, and decoded in registers.
+
+::
+
+    y = round(sum(x * code * scale) * scale2 + bias)
+
+One token streams four rows at a time; 2, 4 or 8 tokens share what two or four rows decode to; more tokens go in blocks
+of 16. A product of a code, a scale and an activation is exact in f32 up to the activation; sums are in f32, each in an
+order that the shape fixes. With u as for the reference,
+
+    |error| <= ((K + 24) * 2^-24 + u) * sum|x * w| + K * 2^-110 * max|w|
+
+The last term stands for activations and products near the smallest f32, which the bf16 units count as zero. With
+one-hot activations y is the decoded weight, bit for bit but for the sign of zeros.
+
+================ ============================================ ==========================================
+kernel           needs                                        takes
+================ ============================================ ==========================================
+``cpu-bf16``     AVX-512 BF16 (Zen 4, Sapphire Rapids)        bfloat16; float16 as two bf16 that add up
+``cpu-avx512``   AVX-512 BW                                   all; multiplies f32
+``cpu-portable`` what LLVM compiles for; HALFBYTE_CPU=        all; multiplies f32
+                 portable hides the others
+================ ============================================ ==========================================
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from halfbyte import jit
+from halfbyte.arrays import dtype_name
+from halfbyte.kernels.base import Call, Kernel, LinearArgs, linear_cost, why_not_torch
+from halfbyte.layouts import Rows
+from halfbyte.numerics import BLOCK, Array, is_torch
+
+_ROUND: Final = 256
+_KINDS: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+
+def address_of(a: Array) -> int:
+    """Where an array's first element lies."""
+    return int(a.data_ptr() if is_torch(a) else a.__array_interface__["data"][0])
+
+
+class _Scratch(threading.local):
+    """Host memory at a multiple of 64 that a thread keeps between calls."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self._start = 0
+
+    def take(self, nbytes: int) -> int:
+        """The address of ``nbytes`` with unknown content."""
+        if self._memory.size < nbytes + 64:
+            self._memory = np.empty(nbytes + 64, np.uint8)
+            self._start = -(-address_of(self._memory) // 64) * 64
+        return self._start
+
+
+_scratch = _Scratch()
+
+
+@functools.cache
+def _code(form: str, several: bool) -> Callable[..., None]:
+    from halfbyte.kernels.cpu.product_code import PRODUCTS
+
+    code: Callable[..., None] = PRODUCTS[form, several]
+    return code
+
+
+def _launch(form: Callable[[str], tuple[str, int]], args: LinearArgs) -> None:
+    x, out, bias = args.x, args.out, args.bias
+    m, k = x.shape
+    n = out.shape[1]
+    buffers = args.weight.buffers()
+    kind = dtype_name(x.dtype)
+    name, width = form(kind)
+    pre = buffers.get("pre_scale")
+    if pre is not None:
+        pre = pre.float() if is_torch(pre) else np.ascontiguousarray(pre, np.float32)
+    scale2 = buffers["scale2"]
+    jit.run(
+        _code(name, m != 1),
+        address_of(x),
+        _KINDS[kind],
+        0 if pre is None else address_of(pre),
+        m,
+        n,
+        k,
+        -(-k // BLOCK) * BLOCK,
+        address_of(buffers["codes"]),
+        address_of(buffers["scales"]),
+        address_of(scale2),
+        int(scale2.shape[-2] != 1),
+        0 if bias is None else address_of(bias),
+        0 if bias is None else _KINDS[dtype_name(bias.dtype)],
+        address_of(out),
+        _KINDS[dtype_name(out.dtype)],
+        _scratch.take(m * -(-k // _ROUND) * _ROUND * width),
+    )
+
+
+def _refuse(call: Call) -> tuple[str, ...]:
+    reasons = []
+    if call.device != "cpu":
+        reasons.append(f"runs on the CPU, not on {call.device}")
+    if not isinstance(call.layout, Rows):
+        reasons.append(f"reads the layout rows, not {call.layout.key}")
+    if len(call.shape) != 2:
+        reasons.append(f"takes one matrix (N, K), not expert axes {call.shape[:-2]}")
+    if call.odd_scales:
+        reasons.append("takes positive, finite block scales (bytes 00 to 7E)")
+    if call.library == "torch":
+        reasons.extend(why_not_torch(call.library))
+    missing = jit.missing()
+    if missing:
+        reasons.append(missing)
+    return tuple(reasons)
+
+
+def _kernel(
+    name: str, description: str, features: tuple[str, ...], forms: dict[str, tuple[str, int]]
+) -> Kernel[Any, Any]:
+    """A kernel that needs ``features``; ``forms``: for each dtype of x, the code and the bytes of a staged value."""
+
+    def refuse(call: Call) -> tuple[str, ...]:
+        reasons = _refuse(call)
+        lacking = [feature for feature in features if not reasons and not jit.has(feature)]
+        if lacking:
+            reasons += (f"needs {' and '.join(lacking)}, which this CPU has not or HALFBYTE_CPU hides",)
+        if call.dtype not in forms:
+            reasons += (f"takes {' or '.join(forms)} activations, not {call.dtype}",)
+        if call.pre_scale and "float32" not in forms:
+            reasons += ("multiplies activations as they come, without a pre_scale",)
+        return reasons
+
+    def load(call: Call) -> None:
+        _code(forms[call.dtype][0], call.rows != 1)
+
+    def launch(args: LinearArgs) -> None:
+        _launch(forms.__getitem__, args)
+
+    return Kernel(
+        name=name, bundle=LinearArgs, description=description, refuse=refuse, load=load, launch=launch, cost=linear_cost
+    )
+
+
+_ALL: Final = ("float32", "bfloat16", "float16")
+BF16 = _kernel(
+    "cpu-bf16",
+    "decodes in registers to bf16, which AVX-512 BF16 multiplies exactly",
+    ("avx512bf16", "avx512bw"),
+    {"bfloat16": ("bf16", 2), "float16": ("halves", 4)},
+)
+AVX512 = _kernel(
+    "cpu-avx512",
+    "decodes in registers by AVX-512 permutes, and multiplies float32",
+    ("avx512bw",),
+    dict.fromkeys(_ALL, ("fma", 4)),
+)
+PORTABLE = _kernel(
+    "cpu-portable",
+    "decodes in registers by shifts, and multiplies float32; any CPU",
+    (),
+    dict.fromkeys(_ALL, ("portable", 4)),
+)
