@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -23,7 +23,7 @@ from halfbyte.layouts import Layout, Packable, Packed, parse
 from halfbyte.numerics import Array, is_torch
 from halfbyte.weight import Mxfp4Weight, Weight, dtype_name, float_dtype
 
-__all__ = ["Plan", "attention", "linear", "pack", "plan", "unpack"]
+__all__ = ["Plan", "attention", "grouped_linear", "linear", "pack", "plan", "unpack"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -176,7 +176,8 @@ def linear(x: Array, w: Packed | Weight, bias: Array | None = None, *, out_dtype
     if is_torch(x) and sys.modules["torch"].compiler.is_compiling():
         from halfbyte.torch_ops import traced
 
-        return traced(x, as_packed(w), bias, out_dtype)
+        packed = as_packed(w)
+        return traced(x, packed.key, packed.shape[0], packed.buffers(), bias, out_dtype)
     known = w.memo.get(_key(x, bias, out_dtype)) if type(w) is Packed else None
     if known is not None:
         return known(x, bias)
@@ -188,6 +189,52 @@ def linear(x: Array, w: Packed | Weight, bias: Array | None = None, *, out_dtype
     if packed is w:
         _remember(x, packed, bias, out_dtype, to)
     return compute(x, packed, bias, to)
+
+
+def grouped_linear(
+    x: Array, w: Packed | Weight, counts: Sequence[int], bias: Array | None = None, *, out_dtype: Any = None
+) -> Array:
+    """Apply each expert's weight to its own tokens: ``y[e] = x[e] @ dequantize(w[e]).T + bias[e]``.
+
+    Args:
+        x: (T, K) float32, bfloat16 or float16; the tokens of expert 0 come first, then those of expert 1, and so on.
+        w: (E, N, K).
+        counts: for each of the E experts how many tokens are its own, 0 too; they add up to T.
+        bias: (E, N) float32, bfloat16 or float16.
+        out_dtype: of the result; by default x's.
+
+    Returns:
+        (T, N); each expert's rows are those of ``linear``, bit for bit.
+
+    Raises:
+        UsageError: counts, axes or arrays that do not fit each other.
+        NoKernelError: as ``linear``.
+    """
+    packed = as_packed(w)
+    if len(packed.shape) != 3:
+        raise UsageError("grouped_linear needs one expert axis", got=packed.shape, expected="(E, N, K)")
+    experts, n, _ = packed.shape
+    sizes = [int(count) for count in counts]
+    if len(x.shape) != 2 or len(sizes) != experts or min(sizes, default=0) < 0 or sum(sizes) != x.shape[0]:
+        raise UsageError(
+            "counts do not fit the experts and the tokens",
+            got=f"{len(sizes)} counts that add up to {sum(sizes)}, x {tuple(x.shape)}",
+            expected=f"{experts} counts, none negative, and as many rows of x (T, K)",
+        )
+    if bias is not None and tuple(bias.shape) != (experts, n):
+        raise UsageError("bias does not fit the experts", got=tuple(bias.shape), expected=(experts, n))
+    if "experts" not in packed.memo:
+        packed.memo["experts"] = [packed.expert(e) for e in range(experts)]
+    _check_float(x, "x")
+    out = _empty((x.shape[0], n), _dtype_name(x) if out_dtype is None else _checked_dtype(out_dtype, "out_dtype"), x)
+    start = 0
+    for e, size in enumerate(sizes):
+        if size:
+            rows = slice(start, start + size)
+            own = None if bias is None else bias[e]
+            out[rows] = linear(x[rows], packed.memo["experts"][e], own, out_dtype=dtype_name(out.dtype))
+            start += size
+    return out
 
 
 def compute(x: Array, packed: Packed, bias: Array | None, out_dtype: Any) -> Array:

@@ -43,14 +43,19 @@ def linear_op(
     return y
 
 
-@linear_op.register_fake
-def _(x, layout, n, names, buffers, bias, out_dtype):  # type: ignore[no-untyped-def]
+def _shape_of_linear(
+    x: Tensor, layout: str, n: int, names: str, buffers: list[Tensor], bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
 
 
-def traced(x: Tensor, packed: Packed, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+linear_op.register_fake(_shape_of_linear)
+
+
+def traced(
+    x: Tensor, layout: str, n: int, buffers: dict[str, Tensor], bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
     """``linear`` while torch traces it."""
-    buffers = packed.buffers()
     to = x.dtype if out_dtype is None else out_dtype
-    y: Tensor = linear_op(x, packed.key, packed.shape[0], ",".join(buffers), list(buffers.values()), bias, to)
+    y: Tensor = linear_op(x, layout, n, ",".join(buffers), list(buffers.values()), bias, to)
     return y
