@@ -203,13 +203,16 @@ def _finish(low, high, sums, gain, scale2, per_row, bias, bias_kind, count, n, o
             _put(out_kind, out, t * n + row, value)
 
 
+def _name(form: int, several: bool) -> str:
+    return f"{NAMES[form]}_{'several' if several else 'one'}"
+
+
 def _rows_of(form: int, several: bool) -> Any:
     """The rows of one unit, from staged activations to the result."""
     width, gain = _WIDTH[form], _GAINS[form]
     one = _tile_of(form, 4, 1)
     two, four, eight = (_tile_of(form, r, t) if several else one for r, t in ((4, 2), (2, 4), (2, 8)))
 
-    @_inner
     def rows(index, x, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, next_token):
         low = index * UNIT
         high = min(n, low + UNIT)
@@ -277,7 +280,9 @@ def _rows_of(form: int, several: bool) -> Any:
             to_out = out + first * n * (4 if out_kind == F32_KIND else 2)
             _finish(low, high, sums, gain, scale2, per_row, bias, bias_kind, count, n, to_out, out_kind)
 
-    return rows
+    # Symbols of code from the cache meet in one process: two of one name would be taken for the same.
+    rows.__qualname__ = f"rows_{_name(form, several)}"
+    return _inner(rows)
 
 
 def _product_of(form: int, several: bool) -> Any:
@@ -305,8 +310,7 @@ def _product_of(form: int, several: bool) -> Any:
         for index in prange((n + UNIT - 1) // UNIT):
             rows(index, staged, m, n, k, codes, scales, scale2, per_row, bias, bias_kind, out, out_kind, next_token)
 
-    name = f"{NAMES[form]}_{'several' if several else 'one'}"
-    return jit.compiled(product, name=name, parallel=True)
+    return jit.compiled(product, name=_name(form, several), parallel=True)
 
 
 PRODUCTS = {
