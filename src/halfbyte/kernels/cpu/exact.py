@@ -67,9 +67,9 @@ _scratch = _Scratch()
 
 @functools.cache
 def _code(form: str, several: bool) -> Callable[..., None]:
-    from halfbyte.kernels.cpu.product_code import PRODUCTS
+    from halfbyte.kernels.cpu.product_code import product
 
-    code: Callable[..., None] = PRODUCTS[form, several]
+    code: Callable[..., None] = product(form, several)
     return code
 
 
