@@ -481,19 +481,20 @@ def test_what_lies_around_the_result_stays(kernel, dtype):
 # -- instructions --
 
 
-def host_assembly(form):
-    """Of the product for one token, as Numba makes it here."""
-    from numba.core import caching, types
+def host_assembly(form, several):
+    """Of the sums of a unit of rows, as Numba makes it here."""
+    from numba.core import caching
 
     from halfbyte.kernels.cpu import product_code
 
-    code = product_code._product_of(product_code.NAMES.index(form), several=False)
+    code = product_code._unit_of(product_code.NAMES.index(form), several)
     code._cache = caching.NullCache()
-    code.compile((types.int64,) * 16)
+    code.compile(product_code._numbers(9))
     return "\n".join(code.inspect_asm().values())
 
 
 @needs_numba
+@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize(
     ("form", "features", "there", "not_there"),
     [
@@ -502,14 +503,14 @@ def host_assembly(form):
         ("portable", ("f16c",), (r"vcvtph2ps", r"prefetcht1"), (r"vpermw", r"vdpbf16ps")),
     ],
 )
-def test_instructions_of_the_product(form, features, there, not_there):
+def test_instructions_of_a_unit(form, features, there, not_there, several):
     from llvmlite import binding
 
     known = binding.get_host_cpu_features()
     lacking = [feature for feature in features if not known.get(feature)]
     if lacking:
         pytest.skip(f"this CPU has no {' and '.join(lacking)}")
-    assembly = host_assembly(form)
+    assembly = host_assembly(form, several)
     for pattern in there:
         assert re.search(pattern, assembly), pattern
     for pattern in not_there:
