@@ -62,6 +62,16 @@ def compiled(function: F | None = None, *, name: str | None = None, parallel: bo
     return decorate if function is None else decorate(function)
 
 
+def address_of(code: Any, signature: Any) -> int:
+    """Where the machine code of a ``compiled`` function for arguments of some types begins, while ``code`` lives.
+
+    It is called as a C function; it must not raise.
+    """
+    code.compile(signature)
+    made = code.overloads[signature.args]
+    return int(made.library.get_pointer_to_function(made.fndesc.llvm_cfunc_wrapper_name))
+
+
 @functools.cache
 def has(feature: str) -> bool:
     """Whether this processor has what LLVM calls by that name; never where HALFBYTE_CPU is "portable".

@@ -10,8 +10,9 @@ order that the shape fixes. With u as for the reference,
 
     |error| <= ((K + 24) * 2^-24 + u) * sum|x * w| + K * 2^-110 * max|w|
 
-The last term stands for activations and products near the smallest f32, which the bf16 units count as zero. With
-one-hot activations y is the decoded weight, bit for bit but for the sign of zeros.
+The last term stands for activations and products near the smallest f32, which the bf16 units count as zero; pre_scale
+and a bias add 2^-24 each. Activations from 2^122 on may overflow where the result does not. With one-hot activations y
+is the decoded weight, bit for bit but for the sign of zeros.
 
 ================ ============================================ ==========================================
 kernel           needs                                        takes
@@ -67,9 +68,9 @@ _scratch = _Scratch()
 
 @functools.cache
 def _code(form: str, several: bool) -> Callable[..., None]:
-    from halfbyte.kernels.cpu.product_code import PRODUCTS
+    from halfbyte.kernels.cpu.product_code import product
 
-    code: Callable[..., None] = PRODUCTS[form, several]
+    code: Callable[..., None] = product(form, several)
     return code
 
 
