@@ -86,6 +86,14 @@ def has(feature: str) -> bool:
     return bool(binding.get_host_cpu_features().get(feature, False))
 
 
+@functools.cache
+def cpu_name() -> str:
+    """What LLVM calls this processor, such as "znver4"."""
+    from llvmlite import binding
+
+    return str(binding.get_host_cpu_name())
+
+
 def _portable() -> bool:
     asked = os.environ.get("HALFBYTE_CPU") or "native"
     if asked not in ("native", "portable"):

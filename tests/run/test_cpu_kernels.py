@@ -499,7 +499,7 @@ def host_assembly(form, several):
     ("form", "features", "there", "not_there"),
     [
         ("bf16", ("avx512bf16", "avx512bw"), (r"vdpbf16ps.*zmm", r"vpermw.*zmm", r"prefetcht1"), ()),
-        ("fma", ("avx512bw",), (r"vpermw.*zmm", r"vfmadd\d+ps.*zmm", r"prefetcht1"), (r"vdpbf16ps",)),
+        ("fma", ("avx512bw",), (r"vperm(ps|d).*zmm", r"vfmadd\d+ps.*zmm", r"prefetcht1"), (r"vdpbf16ps",)),
         ("portable", ("f16c",), (r"vcvtph2ps", r"prefetcht1"), (r"vpermw", r"vdpbf16ps")),
     ],
 )
@@ -548,7 +548,7 @@ X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
     [
         ("bf16", 1, X86, "znver4", ("vdpbf16ps", "vpermw", "prefetcht1")),
         ("bf16", 2, X86, "sapphirerapids", ("vdpbf16ps", "vpermw", "prefetcht1")),
-        ("fma", 1, X86, "skylake-avx512", ("vpermw", "vfmadd", "%zmm", "prefetcht1")),
+        ("fma", 1, X86, "skylake-avx512", ("vperm", "vfmadd", "%zmm", "prefetcht1")),
         ("portable", 1, X86, "x86-64-v3", ("vcvtph2ps", "vfmadd", "%ymm", "prefetcht1")),
         ("portable", 1, ARM, "generic", ("fcvtl", "fmla", "prfm")),
         ("portable", 1, ARM, "apple-m1", ("fcvtl", "fmla", "prfm")),

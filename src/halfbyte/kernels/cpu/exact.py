@@ -17,7 +17,7 @@ is the decoded weight, bit for bit but for the sign of zeros.
 ================ ============================================ ==========================================
 kernel           needs                                        takes
 ================ ============================================ ==========================================
-``cpu-bf16``     AVX-512 BF16 (Zen 4, Sapphire Rapids)        bfloat16; float16 as two bf16 that add up
+``cpu-bf16``     AVX-512 BF16 of AMD's (Zen 4 and later)      bfloat16; float16 as two bf16 that add up
 ``cpu-avx512``   AVX-512 BW                                   all; multiplies f32
 ``cpu-portable`` what LLVM compiles for; HALFBYTE_CPU=        all; multiplies f32
                  portable hides the others
@@ -133,15 +133,24 @@ def _refuse(call: Call) -> tuple[str, ...]:
 
 
 def _kernel(
-    name: str, description: str, features: tuple[str, ...], forms: dict[str, tuple[str, int]]
+    name: str,
+    description: str,
+    features: tuple[str, ...],
+    forms: dict[str, tuple[str, int]],
+    makers: tuple[str, ...] = (),
 ) -> Kernel[Any, Any]:
-    """A kernel that needs ``features``; ``forms``: for each dtype of x, the code and the bytes of a staged value."""
+    """A kernel that needs ``features``; ``forms``: for each dtype of x, the code and the bytes of a staged value.
+
+    ``makers`` begin LLVM's names of the CPUs that it is for; () is all.
+    """
 
     def refuse(call: Call) -> tuple[str, ...]:
         reasons = _refuse(call)
         lacking = [feature for feature in features if not reasons and not jit.has(feature)]
         if lacking:
             reasons += (f"needs {' and '.join(lacking)}, which this CPU has not or HALFBYTE_CPU hides",)
+        elif not reasons and makers and not jit.cpu_name().startswith(makers):
+            reasons += (f"is slower than float32's products on this CPU ({jit.cpu_name()})",)
         if call.dtype not in forms:
             reasons += (f"takes {' or '.join(forms)} activations, not {call.dtype}",)
         if call.pre_scale and "float32" not in forms:
@@ -175,6 +184,7 @@ BF16 = _kernel(
     "decodes in registers to bf16, which AVX-512 BF16 multiplies exactly",
     ("avx512bf16", "avx512bw"),
     {"bfloat16": ("bf16", 2), "float16": ("halves", 4)},
+    makers=("znver",),  # a Xeon of Sapphire Rapids' kind: 66 GFLOP/s a core at M = 8, where cpu-avx512 has 90
 )
 AVX512 = _kernel(
     "cpu-avx512",

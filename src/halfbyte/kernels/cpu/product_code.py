@@ -1,6 +1,6 @@
 """Compiled products of activations with NVFP4 rows; Numba is imported here, so this is loaded only to run.
 
-A thread takes UNIT rows at a time and all tokens; K is cut into blocks whose activations stay in the first-level
+A thread takes some rows at a time and all tokens; K is cut into blocks whose activations stay in the first-level
 cache. Weights come from memory once, in the order in which they lie, a piece ahead of their use.
 
 ``_product`` is compiled once; a unit's sums, once for each form, for one token and for several. It calls them by
@@ -30,8 +30,9 @@ BF16, HALVES, FMA, PORTABLE = range(4)
 F32_KIND, BF16_KIND, F16_KIND = range(3)
 """Numbers of dtypes in calls."""
 
-UNIT = 32
-"""Rows that a thread takes at a time."""
+FEW, UNIT, MANY = 32, 128, 4096
+"""Rows that a thread takes at a time: UNIT where more than TOKENS tokens meet MANY rows, so that activations are read
+less often; else FEW, so that all threads have some."""
 K_BLOCK = 8192
 """Activations at a time: a token's fit the first-level cache."""
 TOKENS = 16
@@ -260,7 +261,7 @@ def _unit_of(form: int, several: bool) -> Any:
     def unit(low, high, x, count, k, codes, scales, next_token, sums):
         tail = _tile_memory()
         tail_scales, result = tail + 4 * (ROUND // 2), tail + _TAIL
-        for i in range(TOKENS * UNIT):
+        for i in range(count * UNIT):
             _write_f32(sums, i, np.float32(0))
         pieces = (k + K_BLOCK - 1) // K_BLOCK
         block = _whole_rounds((k + pieces - 1) // pieces)
@@ -352,9 +353,10 @@ def _product(
         for t in prange(m):
             at = x + t * true_k * (4 if kind == F32_KIND else 2)
             _call(stage, (form, kind, at, pre, true_k, k, staged + t * next_token))
-    for index in prange((n + UNIT - 1) // UNIT):
-        low = index * UNIT
-        high = min(n, low + UNIT)
+    size = UNIT if m > TOKENS and n >= MANY else FEW
+    for index in prange((n + size - 1) // size):
+        low = index * size
+        high = min(n, low + size)
         sums = _sums_memory()
         for first in range(0, m, TOKENS):
             count = min(TOKENS, m - first)
