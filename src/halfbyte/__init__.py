@@ -29,6 +29,7 @@ _HOMES = {
     "dequantize_checkpoint": "tools.dequantize",
     "diff": "tools.diff",
     "explain": "explanations",
+    "grouped_linear": "ops",
     "inspect": "tools.inspect",
     "linear": "ops",
     "open": "checkpoint.reader",
@@ -68,6 +69,7 @@ __all__ = [
     "diff",
     "errors",
     "explain",
+    "grouped_linear",
     "inspect",
     "kernels",
     "layouts",
@@ -98,7 +100,7 @@ if TYPE_CHECKING:
     from halfbyte.layouts import Packed
     from halfbyte.lossy import to_fp8, to_int8
     from halfbyte.modules import Reading
-    from halfbyte.ops import Plan, attention, linear, pack, plan, unpack
+    from halfbyte.ops import Plan, attention, grouped_linear, linear, pack, plan, unpack
     from halfbyte.recipes import quantize
     from halfbyte.tools.convert import convert
     from halfbyte.tools.dequantize import dequantize_checkpoint

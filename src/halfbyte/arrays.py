@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -38,6 +39,7 @@ class Immutable:
         self.__dict__.update(state | arrays)
 
 
+@functools.cache
 def dtype_name(dtype: Any) -> str:
     """The name of a dtype given as text, as torch's or as NumPy's."""
     if isinstance(dtype, str) or type(dtype).__module__ == "torch":

@@ -117,13 +117,11 @@ def thread_count() -> int:
 
 @functools.cache
 def _all_threads() -> int:
-    from numba import config
-
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     asked = os.environ.get("HALFBYTE_THREADS")
     if asked and not (asked.isdecimal() and int(asked) > 0):
         raise UsageError("HALFBYTE_THREADS is not a number of threads", got=repr(asked), expected="1 or more")
-    return min(int(asked) if asked else cores, int(config.NUMBA_NUM_THREADS))
+    return min(int(asked) if asked else cores, _most_threads())
 
 
 class _Layer:
@@ -133,6 +131,7 @@ class _Layer:
         self.lock = threading.Lock()
         self.used = False
         self.concurrent = False
+        self.all_threads = False
         self.forked = False
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)
@@ -157,7 +156,10 @@ def run(code: Callable[..., None], *args: Any) -> None:
         UsageError: as ``thread_count``.
     """
     if _layer.concurrent:
-        _on_threads(code, args)
+        if _layer.all_threads and not getattr(_here, "alone", False):
+            code(*args)
+        else:
+            _on_threads(code, args)
         return
     if _layer.forked:
         raise UnavailableError(
@@ -170,21 +172,30 @@ def run(code: Callable[..., None], *args: Any) -> None:
             import numba
 
             _layer.used = True
+            _layer.all_threads = _all_threads() == _most_threads()
             _layer.concurrent = numba.threading_layer() != "workqueue"
 
 
 def _on_threads(code: Callable[..., None], args: tuple[Any, ...]) -> None:
-    from numba import get_num_threads, set_num_threads
-
-    wanted, before = thread_count(), get_num_threads()  # those of this thread of Python
-    if wanted == before:
+    wanted = thread_count()
+    if wanted == _most_threads():  # or fewer, where the caller told Numba so itself
         code(*args)
         return
+    from numba import get_num_threads, set_num_threads
+
+    before = get_num_threads()  # of this thread of Python
     set_num_threads(wanted)
     try:
         code(*args)
     finally:
         set_num_threads(before)
+
+
+@functools.cache
+def _most_threads() -> int:
+    from numba import config
+
+    return int(config.NUMBA_NUM_THREADS)
 
 
 def cache_folder() -> Path:

@@ -20,6 +20,8 @@ try:
 except ImportError:
     raise MissingExtraError("torch", "torch", "halfbyte.nn") from None
 
+from halfbyte.torch_ops import traced
+
 __all__ = ["Linear", "SwapReport", "swap_linears"]
 
 
@@ -44,7 +46,7 @@ class Linear(torch.nn.Module):
         packed = as_packed(weight)
         if len(packed.shape) != 2:
             raise UsageError("a Linear holds one matrix", got=packed.shape, expected="(N, K)")
-        self.layout = packed.layout
+        self.layout, self._key = packed.layout, packed.key
         self.out_features, self.in_features = packed.shape
         for name, buffer in packed.buffers().items():
             self.register_buffer(name, to_torch(buffer).contiguous())
@@ -67,6 +69,9 @@ class Linear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) to (..., N) in x's dtype."""
+        if torch.compiler.is_compiling():
+            held = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+            return traced(x, self._key, self.out_features, held, self._parameters["bias"], None)
         y: Tensor = linear(x, self.packed, self.bias)
         return y
 

@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,14 +18,19 @@ import numpy as np
 
 from halfbyte.errors import UsageError
 from halfbyte.kernels import KERNELS, AttentionArgs, Call, LinearArgs, forced, select
-from halfbyte.kernels.base import Library, check_kind, library_of
+from halfbyte.kernels.base import Library, check_kind, library_of, version_of
 from halfbyte.layouts import Layout, Packable, Packed, parse
 from halfbyte.numerics import Array, is_torch
 from halfbyte.weight import Mxfp4Weight, Weight, dtype_name, float_dtype
 
-__all__ = ["Plan", "attention", "linear", "pack", "plan", "unpack"]
+__all__ = ["Plan", "attention", "grouped_linear", "linear", "pack", "plan", "unpack"]
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+_FEW_ROWS = 64
+"""Calls of more rows are not remembered: each number of rows would be, and they take long enough anyway."""
+_FEW_CALLS = 256
+"""What is remembered of a weight, at most."""
 
 
 def pack(weight: Packable, layout: Layout | str = "rows") -> Packed:
@@ -166,26 +173,133 @@ def linear(x: Array, w: Packed | Weight, bias: Array | None = None, *, out_dtype
         LayoutError: a Weight that the layout rows cannot hold.
         NoKernelError: nothing accepts this call; the error lists each candidate and why it declined.
     """
+    if is_torch(x) and sys.modules["torch"].compiler.is_compiling():
+        from halfbyte.torch_ops import traced
+
+        packed = as_packed(w)
+        return traced(x, packed.key, packed.shape[0], packed.buffers(), bias, out_dtype)
+    known = w.memo.get(_key(x, bias, out_dtype)) if type(w) is Packed else None
+    if known is not None:
+        return known(x, bias)
     packed = as_packed(w)
-    n, k = packed.shape[-2:]
     _check_arrays(x, packed, bias)
-    lead = tuple(x.shape[:-1])
     to = _dtype_name(x) if out_dtype is None else _checked_dtype(out_dtype, "out_dtype")
-
-    def run(x: Array) -> Array:
-        rows = prod(lead)
-        out = _empty((rows, n), to, x)
-        args = LinearArgs(x=_contiguous(x.reshape(rows, k)), weight=packed, bias=bias, out=out)
-        kernel = select(LinearArgs, args.call())
-        if not k:
-            out[...] = 0 if bias is None else bias
-        elif rows:
-            kernel.run(args)
-        return out.reshape(*lead, n)
-
     if is_torch(x) and _wants_gradient(x, bias):
-        return _without_gradient()(x, bias, run)
-    return run(x)
+        return _without_gradient()(x, bias, lambda x: compute(x, packed, bias, to))
+    if packed is w:
+        _remember(x, packed, bias, out_dtype, to)
+    return compute(x, packed, bias, to)
+
+
+def grouped_linear(
+    x: Array, w: Packed | Weight, counts: Sequence[int], bias: Array | None = None, *, out_dtype: Any = None
+) -> Array:
+    """Apply each expert's weight to its own tokens: ``y[e] = x[e] @ dequantize(w[e]).T + bias[e]``.
+
+    Args:
+        x: (T, K) float32, bfloat16 or float16; the tokens of expert 0 come first, then those of expert 1, and so on.
+        w: (E, N, K).
+        counts: for each of the E experts how many tokens are its own, 0 too; they add up to T.
+        bias: (E, N) float32, bfloat16 or float16.
+        out_dtype: of the result; by default x's.
+
+    Returns:
+        (T, N); each expert's rows are those of ``linear``, bit for bit.
+
+    Raises:
+        UsageError: counts, axes or arrays that do not fit each other.
+        NoKernelError: as ``linear``.
+    """
+    packed = as_packed(w)
+    if len(packed.shape) != 3:
+        raise UsageError("grouped_linear needs one expert axis", got=packed.shape, expected="(E, N, K)")
+    experts, n, _ = packed.shape
+    sizes = [int(count) for count in counts]
+    if len(x.shape) != 2 or len(sizes) != experts or min(sizes, default=0) < 0 or sum(sizes) != x.shape[0]:
+        raise UsageError(
+            "counts do not fit the experts and the tokens",
+            got=f"{len(sizes)} counts that add up to {sum(sizes)}, x {tuple(x.shape)}",
+            expected=f"{experts} counts, none negative, and as many rows of x (T, K)",
+        )
+    if bias is not None and tuple(bias.shape) != (experts, n):
+        raise UsageError("bias does not fit the experts", got=tuple(bias.shape), expected=(experts, n))
+    if "experts" not in packed.memo:
+        packed.memo["experts"] = [packed.expert(e) for e in range(experts)]
+    _check_float(x, "x")
+    out = _empty((x.shape[0], n), _dtype_name(x) if out_dtype is None else _checked_dtype(out_dtype, "out_dtype"), x)
+    start = 0
+    for e, size in enumerate(sizes):
+        if size:
+            rows = slice(start, start + size)
+            own = None if bias is None else bias[e]
+            out[rows] = linear(x[rows], packed.memo["experts"][e], own, out_dtype=dtype_name(out.dtype))
+            start += size
+    return out
+
+
+def compute(x: Array, packed: Packed, bias: Array | None, out_dtype: Any) -> Array:
+    """``linear`` on arrays that fit each other."""
+    lead = tuple(x.shape[:-1])
+    n, k = packed.shape[-2:]
+    rows = prod(lead)
+    out = _empty((rows, n), dtype_name(out_dtype), x)
+    args = LinearArgs(
+        x=_contiguous(x.reshape(rows, k)), weight=packed, bias=None if bias is None else _contiguous(bias), out=out
+    )
+    kernel = select(LinearArgs, args.call())
+    if not k:
+        out[...] = 0 if bias is None else bias
+    elif rows:
+        kernel.run(args)
+    return out.reshape(*lead, n)
+
+
+def _key(x: Array, bias: Array | None, out_dtype: Any) -> Any:
+    """All of a call on a weight that decides what is done, but for its gradient."""
+    how = None if bias is None else (bias.shape, bias.dtype)
+    return x.shape, x.dtype, getattr(x, "device", None), how, out_dtype, os.environ.get("HALFBYTE_KERNEL")
+
+
+def _remember(x: Array, packed: Packed, bias: Array | None, out_dtype: Any, to: str) -> None:
+    """Keep with the weight what a call like this one comes down to, if its kernel can say so."""
+    n, k = packed.shape[-2:]
+    shape, rows = (*x.shape[:-1], n), prod(x.shape[:-1])
+    native = is_torch(x) or (x.dtype.isnative and (bias is None or bias.dtype.isnative))
+    if not (0 < rows <= _FEW_ROWS and k and native):
+        return
+    args = LinearArgs(x=x.reshape(rows, k), weight=packed, bias=bias, out=_empty((rows, n), to, x))
+    kernel = select(LinearArgs, args.call())
+    if kernel.bind is None:
+        return
+    run = kernel.bind(args)
+    if len(packed.memo) > _FEW_CALLS:
+        packed.memo.clear()
+    key = _key(x, bias, out_dtype)
+    if not is_torch(x):
+        dtype = args.out.dtype
+
+        def call_numpy(x: Array, bias: Array | None) -> Array:
+            out = np.empty(shape, dtype)
+            run(np.ascontiguousarray(x), bias if bias is None else np.ascontiguousarray(bias), out)
+            return out
+
+        packed.memo[key] = call_numpy
+        return
+    import torch
+
+    torch_dtype, scales, written = args.out.dtype, packed.buffers()["scales"], version_of(packed)
+    counts = not scales.is_inference()
+
+    def call_torch(x: Array, bias: Array | None) -> Array:
+        gradient = x.requires_grad or (bias is not None and bias.requires_grad)
+        if (counts and scales._version != written) or (gradient and torch.is_grad_enabled()):
+            packed.memo.pop(key, None)
+            return linear(x, packed, bias, out_dtype=out_dtype)
+        out = torch.empty(shape, dtype=torch_dtype)
+        run(_contiguous(x), bias if bias is None else _contiguous(bias), out)
+        return out
+
+    packed.memo[key] = call_torch
 
 
 def attention(args: AttentionArgs) -> Array:
@@ -281,7 +395,10 @@ def _dtype_name(a: Array) -> str:
 
 
 def _contiguous(x: Array) -> Array:
-    return x.contiguous() if is_torch(x) else np.ascontiguousarray(x)
+    """Row-major, in this machine's order of bytes, and not a view that torch negates when it is read."""
+    if is_torch(x):
+        return x.resolve_neg() if x.is_contiguous() else x.contiguous()
+    return np.ascontiguousarray(x, x.dtype.newbyteorder("="))
 
 
 def _empty(shape: tuple[int, int], dtype: str, like: Array) -> Array:

@@ -69,10 +69,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
     "kernels": (*MEANING, "layouts"),
-    "ops": RUN,
-    "nn": (*RUN, "ops"),
-    "hf": (*RUN, "ops", "nn"),
-    "parallel": (*RUN, "ops", "nn"),
+    "ops": (*RUN, "torch_ops"),
+    "torch_ops": (*RUN, "ops"),
+    "nn": (*RUN, "ops", "torch_ops"),
+    "hf": (*RUN, "ops", "torch_ops", "nn"),
+    "parallel": (*RUN, "ops", "torch_ops", "nn"),
     "timing": BASE,
 }
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- arrays <-

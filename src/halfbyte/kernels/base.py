@@ -173,6 +173,8 @@ class Kernel(Generic[A, C]):
         load: brings what an accepted call will need (libraries, tables, the device), or raises.
         launch: runs on the arguments of an accepted call and writes their ``out``, which is not empty.
         cost: what an accepted call must move and compute.
+        bind: what is left of ``launch`` for calls like these, on other x, bias and out: a function of the three; or
+            None where nothing would be saved.
     """
 
     name: str
@@ -182,6 +184,7 @@ class Kernel(Generic[A, C]):
     load: Callable[[C], None]
     launch: Callable[[A], None]
     cost: Callable[[C], Cost]
+    bind: Callable[[A], Callable[[Array, Array | None, Array], None]] | None = None
 
     @property
     def op(self) -> str:
@@ -207,12 +210,18 @@ def check_kind(layout: Layout) -> None:
         )
 
 
+def version_of(weight: Packed) -> int:
+    """How often torch has written to the buffer of block scales, as far as it counts that."""
+    scales: Any = weight.buffers().get("scales")
+    return int(scales._version) if is_torch(scales) and not scales.is_inference() else 0
+
+
 def odd_scales(weight: Packed) -> bool:
-    """Whether some block scale is negative or NaN, looked for once in a buffer that is not written to again."""
+    """Whether some block scale is negative or NaN; looked for once in a buffer, and after torch wrote to it."""
     scales = weight.buffers().get("scales")
     if scales is None:
         return False
-    version = getattr(scales, "_version", 0) if is_torch(scales) and not scales.is_inference() else 0
+    version = version_of(weight)
     known = weight.memo.get("odd_scales")
     if known is None or known[0] != version:
         known = weight.memo["odd_scales"] = version, bool(prod(scales.shape)) and int(scales.max()) > LARGEST_SCALE

@@ -345,6 +345,9 @@ class Packed:
                     f"buffer {name} does not fit", got=f"{got[0]} {got[1]}", expected=f"{dtype or 'float'} {extent}"
                 )
 
+    def __reduce__(self) -> Any:
+        return Packed, (self.layout, self.shape, self._buffers)
+
     def __repr__(self) -> str:
         return f"Packed({self.layout.key}, shape={self.shape}, {self.nbytes} bytes)"
 
@@ -370,6 +373,14 @@ class Packed:
     def to(self, device: Any) -> Packed:
         """The same with all buffers, as torch tensors, on ``device``."""
         return Packed(self.layout, self.shape, {name: to_torch(b, device) for name, b in self._buffers.items()})
+
+    def expert(self, index: int) -> Packed:
+        """One expert of the first expert axis; its buffers are views."""
+        if len(self.shape) < 3:
+            raise LayoutError("this weight has no expert axis", got=self.shape)
+        whole = {"pre_scale", *self.layout.extras}
+        buffers = {name: b if name in whole else b[index] for name, b in self._buffers.items()}
+        return Packed(self.layout, self.shape[1:], buffers)
 
     def unpack(self) -> Packable:
         """The weight again, bit for bit."""

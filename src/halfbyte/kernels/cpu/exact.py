@@ -44,8 +44,8 @@ _KINDS: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
 def address_of(a: Array) -> int:
-    """Where an array's first element lies."""
-    return int(a.data_ptr() if is_torch(a) else a.__array_interface__["data"][0])
+    """Where a NumPy array's first element lies."""
+    return int(a.__array_interface__["data"][0])
 
 
 class _Scratch(threading.local):
@@ -74,36 +74,44 @@ def _code(form: str, several: bool) -> Callable[..., None]:
     return code
 
 
-def _launch(form: Callable[[str], tuple[str, int]], args: LinearArgs) -> None:
-    x, out, bias = args.x, args.out, args.bias
-    m, k = x.shape
-    n = out.shape[1]
+def _bind(args: LinearArgs, form: str, width: int) -> Callable[[Array, Array | None, Array], None]:
+    """The compiled product for arrays like these."""
+    m, true_k = args.x.shape
+    k = -(-true_k // BLOCK) * BLOCK
     buffers = args.weight.buffers()
-    kind = dtype_name(x.dtype)
-    name, width = form(kind)
-    pre = buffers.get("pre_scale")
+    scale2: Any = buffers["scale2"]
+    pre: Any = buffers.get("pre_scale")
+    tensors = is_torch(scale2)
     if pre is not None:
-        pre = pre.float() if is_torch(pre) else np.ascontiguousarray(pre, np.float32)
-    scale2 = buffers["scale2"]
-    jit.run(
-        _code(name, m != 1),
-        address_of(x),
-        _KINDS[kind],
-        0 if pre is None else address_of(pre),
-        m,
-        n,
-        k,
-        -(-k // BLOCK) * BLOCK,
-        address_of(buffers["codes"]),
-        address_of(buffers["scales"]),
-        address_of(scale2),
+        pre = pre.float().contiguous() if tensors else np.ascontiguousarray(pre, np.float32)
+    weight: list[Any] = [
+        a.contiguous() if tensors else np.ascontiguousarray(a) for a in (buffers["codes"], buffers["scales"], scale2)
+    ]
+    fixed = (m, args.out.shape[1], true_k, k)
+    per_row, kind, out_kind = (
         int(scale2.shape[-2] != 1),
-        0 if bias is None else address_of(bias),
-        0 if bias is None else _KINDS[dtype_name(bias.dtype)],
-        address_of(out),
-        _KINDS[dtype_name(out.dtype)],
-        _scratch.take(m * -(-k // _ROUND) * _ROUND * width),
+        _KINDS[dtype_name(args.x.dtype)],
+        _KINDS[dtype_name(args.out.dtype)],
     )
+    bias_kind = 0 if args.bias is None else _KINDS[dtype_name(args.bias.dtype)]
+    scratch = m * -(-k // _ROUND) * _ROUND * width
+    code = _code(form, m != 1)
+    if tensors:  # whose memory may move
+
+        def run_torch(x: Array, bias: Array | None, out: Array) -> None:
+            added = 0 if bias is None else bias.data_ptr()
+            own = (0 if pre is None else pre.data_ptr(), *fixed, *[a.data_ptr() for a in weight], per_row)
+            jit.run(code, x.data_ptr(), kind, *own, added, bias_kind, out.data_ptr(), out_kind, _scratch.take(scratch))
+
+        return run_torch
+    before = (kind, 0 if pre is None else address_of(pre), *fixed, *map(address_of, weight), per_row)
+
+    def run_numpy(x: Array, bias: Array | None, out: Array) -> None:
+        added = 0 if bias is None else address_of(bias)
+        jit.run(code, address_of(x), *before, added, bias_kind, address_of(out), out_kind, _scratch.take(scratch))
+
+    run_numpy.held = (weight, pre)  # type: ignore[attr-defined] # alive as long as their addresses are
+    return run_numpy
 
 
 def _refuse(call: Call) -> tuple[str, ...]:
@@ -143,11 +151,21 @@ def _kernel(
     def load(call: Call) -> None:
         _code(forms[call.dtype][0], call.rows != 1)
 
+    def bind(args: LinearArgs) -> Callable[[Array, Array | None, Array], None]:
+        return _bind(args, *forms[dtype_name(args.x.dtype)])
+
     def launch(args: LinearArgs) -> None:
-        _launch(forms.__getitem__, args)
+        bind(args)(args.x, args.bias, args.out)
 
     return Kernel(
-        name=name, bundle=LinearArgs, description=description, refuse=refuse, load=load, launch=launch, cost=linear_cost
+        name=name,
+        bundle=LinearArgs,
+        description=description,
+        refuse=refuse,
+        load=load,
+        launch=launch,
+        cost=linear_cost,
+        bind=bind,
     )
 
 

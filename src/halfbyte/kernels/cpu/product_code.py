@@ -286,10 +286,12 @@ def _unit_of(form: int, several: bool) -> Any:
                 for phase in range(2):  # whole rounds, then the rest as one round
                     if phase == 1:
                         rest = size - done
+                        if rest == 0:
+                            break
                         _copy_rest(at_codes + done // 2, at_scales + done // 16, next_codes, next_scales, last,
                                    rest, tail, tail_scales)  # fmt: skip
                         at_codes, at_scales, next_codes, next_scales = tail, tail_scales, ROUND // 2, ROUND // 16
-                        rounds, at_x, ahead, ahead_scales = min(rest, 1), at_x + done * width, 0, 0
+                        rounds, at_x, ahead, ahead_scales = 1, at_x + done * width, 0, 0
                     if not rounds:
                         continue
                     token = 0

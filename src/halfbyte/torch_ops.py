@@ -1,0 +1,61 @@
+"""``linear`` as an operator of torch's, for ``torch.compile`` and ``torch.export``.
+
+The operator takes a weight as its layout's key and its buffers; what kernels remember of a weight is kept with the
+first of these for as long as that lives.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from halfbyte import ops
+from halfbyte.layouts import Packed, parse
+
+_memos = WeakIdKeyDictionary()
+
+
+@torch.library.custom_op("halfbyte::linear", mutates_args=())
+def linear_op(
+    x: Tensor, layout: str, n: int, names: str, buffers: list[Tensor], bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """``halfbyte.linear``.
+
+    Args:
+        x: (..., K) float32, bfloat16 or float16.
+        layout: the key of the weight's layout.
+        n: N.
+        names: of the buffers, joined by commas.
+        buffers: those of the Packed.
+        bias: (N,), or None.
+        out_dtype: of the result.
+
+    Returns:
+        (..., N).
+    """
+    packed = Packed(parse(layout), (n, x.shape[-1]), dict(zip(names.split(","), buffers, strict=True)))
+    memo = _memos.get(buffers[0])  # type: ignore[no-untyped-call]
+    if memo is None:
+        memo = _memos[buffers[0]] = packed.memo
+    packed.memo = memo
+    y: Tensor = ops.compute(x, packed, bias, out_dtype)
+    return y
+
+
+def _shape_of_linear(
+    x: Tensor, layout: str, n: int, names: str, buffers: list[Tensor], bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
+
+
+linear_op.register_fake(_shape_of_linear)
+
+
+def traced(
+    x: Tensor, layout: str, n: int, buffers: dict[str, Tensor], bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    """``linear`` while torch traces it."""
+    to = x.dtype if out_dtype is None else out_dtype
+    y: Tensor = linear_op(x, layout, n, ",".join(buffers), list(buffers.values()), bias, to)
+    return y
