@@ -1,7 +1,7 @@
 """Compiled products of activations in 8 bits with INT8 rows; Numba is imported here, so this is loaded only to run.
 
-A thread takes UNIT rows at a time and all tokens, TOKENS of them at once. A tile is four rows times 1, 2, 4 or 6
-tokens whose sums stay in registers; 64 weights are a step.
+A thread takes UNIT rows at a time and all tokens. A tile is four rows times some tokens, whose sums stay in registers;
+a step is 64 weights of each row.
 
 ======== ============================ ==============================================================
 form     multiplies                   signs
@@ -15,6 +15,7 @@ Sums of ``vnni`` wrap at 2^32 on their way, and end exact where they fit 32 bits
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,8 @@ from numba.extending import intrinsic
 from halfbyte import jit
 from halfbyte.kernels.cpu.vectors import F16, F32, I8, I32, I64, Emit, vector
 
-FORMS = {"vnni": (1, 2, 4, 6), "portable": (1, 2)}
-"""The tokens of each tile."""
+TOKENS = {"vnni": 6, "portable": 2}
+"""The forms, and the most tokens in a tile."""
 F32_KIND, BF16_KIND, F16_KIND = range(3)
 """Numbers of dtypes in calls."""
 
@@ -33,10 +34,12 @@ STEP = 64
 """Weights of a row in a step."""
 UNIT = 32
 """Rows that a thread takes at a time."""
-TOKENS = 6
-"""Tokens at a time."""
+STREAMED = 2
+"""Up to so many tokens, the speed of memory is the limit."""
+AHEAD = 4096
+"""Then, bytes of weights between what is used and what is asked for; else it is four rows."""
 K_BLOCK = 4096
-"""Activations at a time where there are more tokens: those of TOKENS and of four rows fit the first-level cache."""
+"""Activations at a time where there are more tokens: a tile's fit the first-level cache."""
 
 _i64, _f32 = types.int64, types.float32
 _inner = njit(nogil=True, error_model="numpy")
@@ -166,32 +169,55 @@ def _emit_tile(e: Emit, form: str, tokens: int, args: Any) -> None:
     Args:
         e: where the code goes.
         form: as above.
-        tokens: how many.
+        tokens: how many. Up to STREAMED the rows follow each other, as they lie in memory; more share loaded weights.
         args: weights of the first row, bytes to the next, number of the last row that there is (later ones repeat
-            it), activations of the first token, bytes to the next, steps, bytes to what is prefetched, and where the
-            sums are: (tokens, UNIT), the first row's first.
+            it), activations of the first token, bytes to the next, steps, and where the sums are: (tokens, UNIT), the
+            first row's first.
     """
     b = e.b
-    weights, next_row, last, x, next_token, steps, ahead, out = args
-    size, kind = (STEP, vector(I32, 16)) if form == "vnni" else (16, vector(I32, 8))
+    weights, next_row, last, x, next_token, steps, out = args
     rows = [weights]
     for r in range(1, 4):
         rows.append(b.add(weights, b.mul(b.select(b.icmp_signed("<", last, I64(r)), last, I64(r)), next_row)))
-    at_x = [b.add(x, b.mul(next_token, I64(t))) if t else x for t in range(tokens)]
-    loop = e.loop(steps, [e.zero(kind)] * (4 * tokens) + [I64(0)])
-    total, offset = loop.values[:-1], loop.values[-1]
-    for row in rows:
-        e.prefetch(b.add(b.add(row, offset), ahead))
-    for part in range(0, STEP, size):
-        held = [_load(e, form, e.at(b.add(row, offset), part), 1, True) for row in rows]
-        for t in range(tokens):
-            own = _load(e, form, e.at(b.add(at_x[t], offset), part), size, False)
-            for r in range(4):
-                total[4 * t + r] = _multiply(e, form, total[4 * t + r], held[r], own)
-    total = loop.end([*total, b.add(offset, I64(STEP))])[:-1]
+    xs = [b.add(x, b.mul(next_token, I64(t))) if t else x for t in range(tokens)]
+    if tokens > STREAMED:
+        totals = _emit_steps(e, form, rows, xs, steps, 1, b.mul(next_row, I64(4)))
+    else:
+        turns, rest = b.sdiv(steps, I64(4)), b.srem(steps, I64(4))
+        done = b.mul(turns, I64(4 * STEP))
+        ends = [b.add(address, done) for address in xs]
+        totals = []
+        for row in rows:
+            many = _emit_steps(e, form, [row], xs, turns, 4, I64(AHEAD))
+            few = _emit_steps(e, form, [b.add(row, done)], ends, rest, 1, I64(AHEAD))
+            totals += [[b.add(one, other) for one, other in zip(many[0], few[0], strict=True)]]
     for t in range(tokens):
         place = e.at(out, 4 * UNIT * t)
-        e.store(b.add(_four_sums(e, total[4 * t : 4 * t + 4]), e.load(vector(I32, 4), place, 4)), place, 4)
+        sums = _four_sums(e, [totals[r][t] for r in range(4)])
+        e.store(b.add(sums, e.load(vector(I32, 4), place, 4)), place, 4)
+
+
+def _emit_steps(e: Emit, form: str, rows: Any, xs: Any, turns: Any, steps: int, ahead: Any) -> list[list[Any]]:
+    """The vectors whose lanes add up to each row times each token, over so many turns of so many steps."""
+    b = e.b
+    size, kind = (STEP, vector(I32, 16)) if form == "vnni" else (16, vector(I32, 8))
+    places = [(r, t, step) for r in range(len(rows)) for t in range(len(xs)) for step in range(steps)]
+    loop = e.loop(turns, [e.zero(kind)] * len(places) + [I64(0)])
+    total, offset = dict(zip(places, loop.values, strict=False)), loop.values[-1]
+    for step in range(steps):
+        for row in rows:
+            e.prefetch(e.at(b.add(b.add(row, offset), ahead), STEP * step))
+        for part in range(STEP * step, STEP * (step + 1), size):
+            held = [_load(e, form, e.at(b.add(row, offset), part), 1, True) for row in rows]
+            for t, x in enumerate(xs):
+                own = _load(e, form, e.at(b.add(x, offset), part), size, False)
+                for r in range(len(rows)):
+                    total[r, t, step] = _multiply(e, form, total[r, t, step], held[r], own)
+    ends = dict(zip(places, loop.end([*total.values(), b.add(offset, I64(STEP * steps))]), strict=False))
+    return [
+        [functools.reduce(b.add, [ends[r, t, step] for step in range(steps)]) for t in range(len(xs))]
+        for r in range(len(rows))
+    ]
 
 
 def _load(e: Emit, form: str, address: Any, align: int, weights: bool) -> Any:
@@ -213,12 +239,12 @@ def _tile_of(form: str, tokens: int) -> Any:
     """``_emit_tile`` as a function."""
 
     @intrinsic
-    def tile(typing, weights, next_row, last, x, next_token, steps, ahead, out):
+    def tile(typing, weights, next_row, last, x, next_token, steps, out):
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             _emit_tile(Emit(builder), form, tokens, values)
             return context.get_dummy_value()
 
-        return types.void(*[_i64] * 8), code
+        return types.void(*[_i64] * 7), code
 
     return tile
 
@@ -255,17 +281,17 @@ def _finish(sums, x_scales, count, held, scales, biases, rows, out, next_out, ou
 
 def _rows_of(form: str, several: bool) -> Any:
     """The rows of one unit, from staged activations to the result."""
-    one, two, four, six = (_tile_of(form, t if several and t in FORMS[form] else 1) for t in (1, 2, 4, 6))
-    largest = FORMS[form][-1] if several else 1
+    most = TOKENS[form] if several else 1
+    one, two, three, four, five, six = (_tile_of(form, min(t, most)) for t in range(1, 7))
 
     @_inner
     def rows(index, x, m, n, k, weights, scale, per_row, bias, bias_kind, out, out_kind, x_scales, starts):
         low = index * UNIT
         have = min(n - low, UNIT)
         first_row, padded, done = weights + low * k, (k + STEP - 1) // STEP * STEP, k // STEP * STEP
-        block = padded if m <= TOKENS else K_BLOCK
+        block = padded if m <= most else K_BLOCK
         pieces = (done + block - 1) // block
-        sums, scales, biases = np.empty(TOKENS * UNIT, np.int32), np.empty(UNIT, np.float32), np.empty(UNIT, np.float32)
+        sums, scales, biases = np.empty(most * UNIT, np.int32), np.empty(UNIT, np.float32), np.empty(UNIT, np.float32)
         rest = np.zeros(UNIT * STEP, np.int8)
         if done < k:
             for r in range(have):
@@ -278,37 +304,31 @@ def _rows_of(form: str, several: bool) -> Any:
         if bias:
             _read(bias_kind, bias + low * (4 if bias_kind == F32_KIND else 2), have, biases)
         all_scales, all_starts = carray(_f32_at(x_scales), m), carray(_i32_at(starts), m)
-        for first in range(0, m, TOKENS):
-            count = min(TOKENS, m - first)
+        parts = (m + most - 1) // most
+        at_once = (m + parts - 1) // parts
+        for first in range(0, m, at_once):
+            count = min(at_once, m - first)
             for t in range(count):
                 sums[t * UNIT : t * UNIT + UNIT] = all_starts[first + t]
             for piece in range(pieces + (1 if done < k else 0)):
-                at, next_row, steps, ahead = (
-                    first_row + piece * block,
-                    k,
-                    min(block, done - piece * block) // STEP,
-                    4 * k,
-                )
-                at_x = x + first * padded + min(piece * block, done)
+                at, next_row, steps = first_row + piece * block, k, min(block, done - piece * block) // STEP
+                own = x + first * padded + min(piece * block, done)
                 if piece == pieces:
-                    at, next_row, steps, ahead = rest.ctypes.data, STEP, 1, 0
+                    at, next_row, steps = rest.ctypes.data, STEP, 1
                 for r in range(0, have, 4):
-                    last, here, token = min(have - r, 4) - 1, at + r * next_row, 0
-                    while token < count:
-                        own, to = at_x + token * padded, sums.ctypes.data + 4 * (token * UNIT + r)
-                        left = min(count - token, largest)
-                        if left == 6:
-                            six(here, next_row, last, own, padded, steps, ahead, to)
-                            token += 6
-                        elif left >= 4:
-                            four(here, next_row, last, own, padded, steps, ahead, to)
-                            token += 4
-                        elif left >= 2:
-                            two(here, next_row, last, own, padded, steps, ahead, to)
-                            token += 2
-                        else:
-                            one(here, next_row, last, own, padded, steps, ahead, to)
-                            token += 1
+                    last, here, to = min(have - r, 4) - 1, at + r * next_row, sums.ctypes.data + 4 * r
+                    if most >= 6 and count == 6:
+                        six(here, next_row, last, own, padded, steps, to)
+                    elif most >= 5 and count == 5:
+                        five(here, next_row, last, own, padded, steps, to)
+                    elif most >= 4 and count == 4:
+                        four(here, next_row, last, own, padded, steps, to)
+                    elif most >= 3 and count == 3:
+                        three(here, next_row, last, own, padded, steps, to)
+                    elif most >= 2 and count == 2:
+                        two(here, next_row, last, own, padded, steps, to)
+                    else:
+                        one(here, next_row, last, own, padded, steps, to)
             to_out = out + (first * n + low) * (4 if out_kind == F32_KIND else 2)
             _finish(sums, all_scales[first:], count, bias, scales, biases, have, to_out, n, out_kind)
 
@@ -346,5 +366,5 @@ def _product_of(form: str, several: bool) -> Any:
     return jit.compiled(product, name=f"{form}_{'several' if several else 'one'}", parallel=True)
 
 
-PRODUCTS = {(form, several): _product_of(form, several) for form in FORMS for several in (False, True)}
+PRODUCTS = {(form, several): _product_of(form, several) for form in TOKENS for several in (False, True)}
 """By the name of a form, and whether there are several tokens."""
