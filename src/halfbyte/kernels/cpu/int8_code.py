@@ -144,6 +144,14 @@ def _quantize(kind, x, pre, k, unsigned, out, scale, start):
     starts[0] = np.int32(total * -128) if unsigned else np.int32(0)
 
 
+def _folded(e: Emit, total: Any, lanes: int) -> Any:
+    """A vector's halves added until so many lanes are left."""
+    while total.type.count > lanes:
+        half = total.type.count // 2
+        total = e.b.add(e.shuffle(total, list(range(half))), e.shuffle(total, list(range(half, 2 * half))))
+    return total
+
+
 def _four_sums(e: Emit, rows: Any) -> Any:
     """The sums of the lanes of four vectors, as one vector of four."""
     b = e.b
@@ -157,10 +165,7 @@ def _four_sums(e: Emit, rows: Any) -> Any:
 
     pairs = [joined(rows[i], rows[i + 1], [0, 4, 1, 5], [2, 6, 3, 7]) for i in (0, 2)]
     total = joined(pairs[0], pairs[1], [0, 1, 4, 5], [2, 3, 6, 7])
-    while lanes > 4:
-        lanes //= 2
-        total = b.add(e.shuffle(total, list(range(lanes))), e.shuffle(total, list(range(lanes, 2 * lanes))))
-    return total
+    return _folded(e, total, 4)
 
 
 def _emit_tile(e: Emit, form: str, tokens: int, args: Any) -> None:
@@ -176,25 +181,27 @@ def _emit_tile(e: Emit, form: str, tokens: int, args: Any) -> None:
     """
     b = e.b
     weights, next_row, last, x, next_token, steps, out = args
-    rows = [weights]
-    for r in range(1, 4):
-        rows.append(b.add(weights, b.mul(b.select(b.icmp_signed("<", last, I64(r)), last, I64(r)), next_row)))
     xs = [b.add(x, b.mul(next_token, I64(t))) if t else x for t in range(tokens)]
     if tokens > STREAMED:
+        rows = [weights]
+        for r in range(1, 4):
+            rows.append(b.add(weights, b.mul(b.select(b.icmp_signed("<", last, I64(r)), last, I64(r)), next_row)))
         totals = _emit_steps(e, form, rows, xs, steps, 1, b.mul(next_row, I64(4)))
-    else:
-        turns, rest = b.sdiv(steps, I64(4)), b.srem(steps, I64(4))
-        done = b.mul(turns, I64(4 * STEP))
-        ends = [b.add(address, done) for address in xs]
-        totals = []
-        for row in rows:
-            many = _emit_steps(e, form, [row], xs, turns, 4, I64(AHEAD))
-            few = _emit_steps(e, form, [b.add(row, done)], ends, rest, 1, I64(AHEAD))
-            totals += [[b.add(one, other) for one, other in zip(many[0], few[0], strict=True)]]
+        for t in range(tokens):
+            place = e.at(out, 4 * UNIT * t)
+            sums = _four_sums(e, [totals[r][t] for r in range(4)])
+            e.store(b.add(sums, e.load(vector(I32, 4), place, 4)), place, 4)
+        return
+    turns, rest = b.sdiv(steps, I64(4)), b.srem(steps, I64(4))
+    done = b.mul(turns, I64(4 * STEP))
+    loop = e.loop(b.add(last, I64(1)), [weights, out])
+    row, place = loop.values
+    (many,) = _emit_steps(e, form, [row], xs, turns, 4, I64(AHEAD))
+    (few,) = _emit_steps(e, form, [b.add(row, done)], [b.add(address, done) for address in xs], rest, 1, I64(AHEAD))
     for t in range(tokens):
-        place = e.at(out, 4 * UNIT * t)
-        sums = _four_sums(e, [totals[r][t] for r in range(4)])
-        e.store(b.add(sums, e.load(vector(I32, 4), place, 4)), place, 4)
+        total, to = _folded(e, b.add(many[t], few[t]), 1), e.at(place, 4 * UNIT * t)
+        e.store(b.add(b.extract_element(total, I32(0)), e.load(I32, to, 4)), to, 4)
+    loop.end([b.add(row, next_row), e.at(place, 4)])
 
 
 def _emit_steps(e: Emit, form: str, rows: Any, xs: Any, turns: Any, steps: int, ahead: Any) -> list[list[Any]]:
@@ -354,12 +361,12 @@ def _product_of(form: str, several: bool) -> Any:
         padded = (k + STEP - 1) // STEP * STEP
         x_scales = staged + m * padded
         starts = x_scales + 4 * m
-        if m == 1:
-            _quantize(kind, x, pre, k, unsigned, staged, x_scales, starts)
-        else:
+        if several:
             for t in prange(m):
                 at = x + t * k * (4 if kind == F32_KIND else 2)
                 _quantize(kind, at, pre, k, unsigned, staged + t * padded, x_scales + 4 * t, starts + 4 * t)
+        else:
+            _quantize(kind, x, pre, k, unsigned, staged, x_scales, starts)
         for index in prange((n + UNIT - 1) // UNIT):
             rows(index, staged, m, n, k, weights, scale, per_row, bias, bias_kind, out, out_kind, x_scales, starts)
 
