@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -194,6 +194,7 @@ def linear(
     """
     if (precision is not None or type(w) is Int8Weight) and (_rounds(w, precision) or isinstance(w, Int8Weight)):
         return _linear_int8(x, w, bias, out_dtype)
+    w = cast("Packed | Weight", w)
     if is_torch(x) and sys.modules["torch"].compiler.is_compiling():
         from halfbyte.torch_ops import traced
 

@@ -44,8 +44,8 @@ _KINDS: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
 def address_of(a: Array) -> int:
-    """Where a NumPy array's first element lies."""
-    return int(a.__array_interface__["data"][0])
+    """Where an array's first element lies."""
+    return int(a.data_ptr() if is_torch(a) else a.__array_interface__["data"][0])
 
 
 class _Scratch(threading.local):
