@@ -37,6 +37,11 @@ def _code(form: str, several: bool) -> Callable[..., None]:
     return code
 
 
+@functools.cache
+def _kind(dtype: Any) -> int:
+    return _KINDS[dtype_name(dtype)]
+
+
 def _contiguous(a: Any) -> Any:
     return None if a is None else a.contiguous() if is_torch(a) else np.ascontiguousarray(a)
 
@@ -51,7 +56,7 @@ def _launch(form: str, args: Int8Args) -> None:
     jit.run(
         _code(form, m != 1),
         address_of(x),
-        _KINDS[dtype_name(x.dtype)],
+        _kind(x.dtype),
         0 if pre is None else address_of(pre),
         m,
         out.shape[1],
@@ -60,9 +65,9 @@ def _launch(form: str, args: Int8Args) -> None:
         address_of(scale),
         int(scale.shape[-2] != 1),
         0 if bias is None else address_of(bias),
-        0 if bias is None else _KINDS[dtype_name(bias.dtype)],
+        0 if bias is None else _kind(bias.dtype),
         address_of(out),
-        _KINDS[dtype_name(out.dtype)],
+        _kind(out.dtype),
         -(-address_of(staged) // _STEP) * _STEP,
     )
 

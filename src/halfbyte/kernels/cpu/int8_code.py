@@ -298,6 +298,7 @@ def _rows_of(form: str, several: bool) -> Any:
         first_row, padded, done = weights + low * k, (k + STEP - 1) // STEP * STEP, k // STEP * STEP
         block = padded if m <= most else K_BLOCK
         pieces = (done + block - 1) // block
+        # Numba frees an array after its last use by name, whoever holds its address: the end uses sums and rest again.
         sums, scales, biases = np.empty(most * UNIT, np.int32), np.empty(UNIT, np.float32), np.empty(UNIT, np.float32)
         rest = np.zeros(UNIT * STEP, np.int8)
         if done < k:
@@ -338,6 +339,7 @@ def _rows_of(form: str, several: bool) -> Any:
                         one(here, next_row, last, own, padded, steps, to)
             to_out = out + (first * n + low) * (4 if out_kind == F32_KIND else 2)
             _finish(sums, all_scales[first:], count, bias, scales, biases, have, to_out, n, out_kind)
+        rest[0] = sums[0] = 0
 
     return rows
 
