@@ -157,13 +157,12 @@ def run(code: Callable[..., None], *args: Any) -> None:
             hint='start processes by "spawn" or "forkserver": multiprocessing.get_context("spawn")',
         )
     with _layer.lock:
+        _layer.used = True
         _on_threads(code, args)
-        if not _layer.used:
-            import numba
+        import numba
 
-            _layer.used = True
-            _layer.all_threads = _all_threads() == _most_threads()
-            _layer.concurrent = numba.threading_layer() != "workqueue"
+        _layer.all_threads = _all_threads() == _most_threads()
+        _layer.concurrent = numba.threading_layer() != "workqueue"
 
 
 def _on_threads(code: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -189,9 +188,11 @@ def _most_threads() -> int:
 
 
 def cache_folder() -> Path:
-    """Where machine code of this source and these versions is kept; it need not exist."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(home)) / "halfbyte" / f"code-{_digest()}"  # noqa: PTH111 (a HOME that is missing)
+    """Where machine code of this source and these versions is kept; it need not exist, nor be a place for files."""
+    home = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")  # noqa: PTH111 (raises nothing)
+    if home.startswith("~"):  # the user has none
+        home = os.devnull
+    return Path(home) / "halfbyte" / f"code-{_digest()}"
 
 
 @functools.cache
@@ -232,6 +233,9 @@ def _cache_class() -> Any:
         def from_function(cls, py_func: Any, py_file: str) -> Any:
             return cls(py_func, py_file)
 
+        def get_source_stamp(self) -> Any:
+            return None  # the folder stands for all sources
+
     class Proven(caching.CompileResultCacheImpl):  # type: ignore[misc]
         _locator_classes: ClassVar[list[Any]] = [Locator]
 
@@ -249,13 +253,17 @@ def _cache_class() -> Any:
         _impl_class = Proven
 
         def _index_key(self, sig: Any, codegen: Any) -> Any:
-            return sig, codegen.magic_tuple()  # the folder stands for all sources, so for what a closure holds, too
+            return sig, codegen.magic_tuple()  # not what a closure holds: it is made by the same sources
 
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             try:
                 found = super().load_overload(sig, target_context)
+                if found is not None and found.signature.args != tuple(sig):
+                    raise ValueError("damaged index")
             except Exception:  # whatever a damaged file raises
                 found = None
+                with suppress(Exception):
+                    self.flush()  # a damaged index would stay
             if found is None:
                 _announce(self.cache_path)
             return found
