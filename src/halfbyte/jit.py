@@ -64,16 +64,18 @@ def compiled(function: F | None = None, *, name: str | None = None, parallel: bo
 
 @functools.cache
 def has(feature: str) -> bool:
-    """Whether this processor has what LLVM calls by that name; never where HALFBYTE_CPU is "portable".
+    """Whether the processor that Numba compiles for has what LLVM calls by that name.
+
+    It is this one, unless NUMBA_CPU_FEATURES and the like say otherwise; HALFBYTE_CPU=portable hides all it has.
 
     Raises:
         UsageError: HALFBYTE_CPU is something else.
     """
     if _portable():
         return False
-    from llvmlite import binding
+    from numba.core.registry import cpu_target
 
-    return bool(binding.get_host_cpu_features().get(feature, False))
+    return f"+{feature}" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
 
 def _portable() -> bool:

@@ -235,15 +235,24 @@ def test_portable_code_is_other_code(monkeypatch):
 def test_processor(monkeypatch):
     from llvmlite import binding
 
-    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: {"avx512f": True})
+    features = binding.get_host_cpu_features()
     has = jit.has.__wrapped__
-    for asked, found in (("native", True), ("", True), ("portable", False)):
+    for asked in ("native", "", "portable"):
         monkeypatch.setenv("HALFBYTE_CPU", asked)
-        assert has("avx512f") is found
+        assert {name for name in features if has(name)} == {
+            name for name, there in features.items() if there and asked != "portable"
+        }
         assert not has("sme")
     monkeypatch.setenv("HALFBYTE_CPU", "Portable")
     with pytest.raises(UsageError, match=r"unknown HALFBYTE_CPU: got 'Portable', expected native or portable"):
         has("avx512f")
+
+
+def test_a_processor_that_numba_is_told(code):
+    text = "from halfbyte import jit; print(jit.has('avx2'), jit.has('avx512f'))"
+    assert output(code, text, NUMBA_CPU_FEATURES="+avx2,-avx512f") == "True False\n"
+    assert output(code, text, NUMBA_CPU_FEATURES="") == "False False\n"
+    assert output(code, text, NUMBA_ENABLE_AVX="0") == "False False\n"
 
 
 def test_a_wrong_processor_is_one_line(tmp_path):
