@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
 import pickle
@@ -29,6 +30,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger("halfbyte")
 
+_CODE_BYTES: Final = 68 << 20
+"""Memory of Numba in a process, and of what it takes to compile for one tool: 44 MB where the code is kept on disk."""
+
 
 def missing() -> str | None:
     """None where Numba is at hand, else what to do; this imports it."""
@@ -41,6 +45,15 @@ def missing() -> str | None:
     except ImportError as error:
         return f"numba cannot be imported: {error}"
     return "NUMBA_DISABLE_JIT is set" if getattr(config, "DISABLE_JIT", 0) else None
+
+
+def code_bytes() -> int:
+    """Memory that compiled code takes in a process before its first array; 0 where Numba is not installed."""
+    if "numba" in sys.modules:
+        there = sys.modules["numba"] is not None
+    else:
+        there = importlib.util.find_spec("numba") is not None
+    return _CODE_BYTES if there else 0
 
 
 def compiled(function: F | None = None, *, name: str | None = None, parallel: bool = False) -> Any:
