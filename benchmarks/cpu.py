@@ -37,7 +37,7 @@ SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336)]
 ROWS = (1, 2, 4, 8, 16, 64, 512)
 DTYPES = ("float32", "bfloat16", "float16")
 LIBRARIES = ("numpy", "torch")
-TESTS = ("tests/run/test_cpu_kernels.py", "tests/run/test_kernels.py")
+TESTS = ("tests/run/test_cpu_kernels.py", "tests/run/test_int8.py", "tests/run/test_kernels.py")
 DISTINCT = 256
 PAYLOAD = 9 / 16  # bytes of codes and scales for each weight
 

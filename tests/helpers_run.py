@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from halfbyte.kernels import KERNELS, Call, Kernel, LinearArgs
+from halfbyte.kernels import KERNELS, Call
 from halfbyte.layouts import LAYOUTS
 from halfbyte.numerics import BLOCK, decode_e2m1, decode_e4m3
 from halfbyte.weight import Weight, float_dtype, to_numpy, to_torch
@@ -49,11 +52,14 @@ def exact_linear(x: np.ndarray, weight: Weight, bias: np.ndarray | None = None) 
     return x @ w.T + b, np.abs(x) @ np.abs(w.T) + np.abs(b)
 
 
-def assert_within_bound(y: object, x: np.ndarray, weight: Weight, bias: np.ndarray | None, out_dtype: str) -> None:
-    """Each element within the derived bound, and the whole within a relative Frobenius error."""
+def assert_within_bound(
+    y: object, x: np.ndarray, weight: Weight, bias: np.ndarray | None, out_dtype: str, kernel: str = "cpu"
+) -> None:
+    """Each element within the derived bound of a kernel, and the whole within a relative Frobenius error."""
     got = to_numpy(y).astype(np.float64)
     expected, magnitude = exact_linear(x, weight, bias)
-    roundings = weight.k + 1 + (weight.pre_scale is not None) + (bias is not None)
+    own = 1 if kernel.startswith("reference") else 24
+    roundings = weight.k + own + (weight.pre_scale is not None) + (bias is not None)
     assert got.shape == expected.shape
     assert np.all(np.abs(got - expected) <= (roundings * 2.0**-24 + HALF_ULP[out_dtype]) * magnitude)
     # Errors of random sign add up to the root of their number; twice that also covers the worst case of up to four.
@@ -77,13 +83,27 @@ def call_like(**changes: object) -> Call:
     return Call(**(fields | changes))
 
 
-def places() -> Iterator[tuple[Kernel[LinearArgs, Call], str, str]]:
-    """(kernel, library, device) wherever a kernel for linear runs on this machine."""
+def places(**axes: Iterable[object]) -> Iterator[tuple[Any, ...]]:
+    """(kernel, library, device, *changes) for each call that a kernel for linear takes on this machine.
+
+    Args:
+        axes: values for fields of the call.
+    """
     available = [("numpy", "cpu"), ("torch", "cpu")] + [("torch", "cuda")] * torch.cuda.is_available()
     for kernel in LINEAR:
         for library, device in available:
-            if not kernel.refuse(call_like(library=library, device=device)):
-                yield kernel, library, device
+            for values in product(*axes.values()):
+                changes = dict(zip(axes, values, strict=True))
+                if not kernel.refuse(call_like(library=library, device=device, **changes)):
+                    yield kernel, library, device, *values
+
+
+def everywhere(**axes: Iterable[object]) -> pytest.MarkDecorator:
+    """A test of every kernel for linear, in each library and on each device, for each of the calls that it takes."""
+    cases = [
+        pytest.param(*case, id="-".join(str(part) for part in (case[0].name, *case[1:]))) for case in places(**axes)
+    ]
+    return pytest.mark.parametrize(("kernel", "library", "device", *axes), cases)
 
 
 def moved(a: np.ndarray | Weight | None, library: str, device: str = "cpu") -> object:

@@ -75,6 +75,16 @@ def compiled(function: F | None = None, *, name: str | None = None, parallel: bo
     return decorate if function is None else decorate(function)
 
 
+def address_of(code: Any, signature: Any) -> int:
+    """Where the machine code of a ``compiled`` function for arguments of some types begins, while ``code`` lives.
+
+    It is called as a C function; it must not raise.
+    """
+    code.compile(signature)
+    made = code.overloads[signature.args]
+    return int(made.library.get_pointer_to_function(made.fndesc.llvm_cfunc_wrapper_name))
+
+
 @functools.cache
 def has(feature: str) -> bool:
     """Whether the processor that Numba compiles for has what LLVM calls by that name.
@@ -89,6 +99,14 @@ def has(feature: str) -> bool:
     from numba.core.registry import cpu_target
 
     return f"+{feature}" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+
+
+@functools.cache
+def cpu_name() -> str:
+    """What LLVM calls this processor, such as "znver4"."""
+    from llvmlite import binding
+
+    return str(binding.get_host_cpu_name())
 
 
 def _portable() -> bool:

@@ -12,20 +12,23 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from halfbyte.errors import UsageError
-from halfbyte.kernels import KERNELS, AttentionArgs, Call, LinearArgs, forced, select
-from halfbyte.kernels.base import Library, check_kind, library_of, version_of
+from halfbyte.kernels import KERNELS, AttentionArgs, Call, Int8Args, Int8Call, LinearArgs, forced, select
+from halfbyte.kernels.base import Library, check_kind, device_of, library_of, version_of
+from halfbyte.kinds import Int8Weight
 from halfbyte.layouts import Layout, Packable, Packed, parse
+from halfbyte.lossy import to_int8
 from halfbyte.numerics import Array, is_torch
 from halfbyte.weight import Mxfp4Weight, Weight, dtype_name, float_dtype
 
 __all__ = ["Plan", "attention", "grouped_linear", "linear", "pack", "plan", "unpack"]
 
 DTYPES = ("float32", "bfloat16", "float16")
+PRECISIONS = ("exact", "int8")
 
 _FEW_ROWS = 64
 """Calls of more rows are not remembered: each number of rows would be, and they take long enough anyway."""
@@ -69,7 +72,7 @@ class Plan:
         notes: what else costs time or memory.
     """
 
-    call: Call
+    call: Call | Int8Call
     kernel: str
     why: str
     refusals: tuple[tuple[str, str], ...]
@@ -82,8 +85,9 @@ class Plan:
         call = self.call
         *experts, n, k = call.shape
         shape = "".join(f"E={e} " for e in experts) + f"N={n} K={k} M={call.rows}"
+        form = f"layout {call.layout.key}" if isinstance(call, Call) else "INT8 rows"
         lines = [
-            ("op", f"{call.op} {shape}, layout {call.layout.key}"),
+            ("op", f"{call.op} {shape}, {form}"),
             ("arrays", f"{call.library} on {call.device}, {call.dtype} to {call.out_dtype}"),
             ("kernel", f"{self.kernel} ({self.why})"),
             ("bytes", f"{self.bytes:,}"),
@@ -98,13 +102,14 @@ class Plan:
 
 def plan(
     op: str,
-    weight: Packed | Weight,
+    weight: Packed | Weight | Int8Weight,
     *,
     rows: int,
     dtype: Any = "bfloat16",
     device: Any = "cpu",
     out_dtype: Any = None,
     library: Library | None = None,
+    precision: str | None = None,
 ) -> Plan:
     """Which kernel would compute a call, and why; runs nothing.
 
@@ -116,16 +121,19 @@ def plan(
         device: such as "cpu" or "cuda:0".
         out_dtype: of the result; by default ``dtype``.
         library: "torch" or "numpy"; by default that of the weight's arrays.
+        precision: as for ``linear``; "int8" makes the twin if there is none yet, to tell its error.
 
     Raises:
         UsageError: an argument that cannot be meant.
         NoKernelError: nothing accepts this call; the error lists each candidate and why it declined.
     """
-    packed = as_packed(weight)
     if rows < 0:
         raise UsageError("rows cannot be negative", got=rows)
     if op != LinearArgs.op:
         raise UsageError("unknown op", got=repr(op), expected=LinearArgs.op)
+    if _rounds(weight, precision) or isinstance(weight, Int8Weight):
+        return _plan_int8(weight, rows, dtype, device, out_dtype, library)
+    packed = as_packed(weight)
     call = Call.on(
         packed,
         rows=rows,
@@ -154,17 +162,28 @@ def plan(
     )
 
 
-def linear(x: Array, w: Packed | Weight, bias: Array | None = None, *, out_dtype: Any = None) -> Array:
-    """Apply an NVFP4 weight to activations: ``x @ dequantize(w).T + bias``.
+def linear(
+    x: Array,
+    w: Packed | Weight | Int8Weight,
+    bias: Array | None = None,
+    *,
+    out_dtype: Any = None,
+    precision: str | None = None,
+) -> Array:
+    """Apply an NVFP4 weight, or its INT8 twin, to activations: ``x @ dequantize(w).T + bias``.
 
     Args:
         x: (..., K) float32, bfloat16 or float16; leading axes may be empty or absent.
         w: (N, K) in a layout that some kernel accepts on x's device; a Weight is packed as rows first.
         bias: (N,) float32, bfloat16 or float16.
         out_dtype: of the result; by default x's.
+        precision: "exact", the default for NVFP4, or "int8", the default for an Int8Weight and never chosen otherwise:
+            activations are rounded to 8 bits for each token, the weight is its ``to_int8``, which is made once and
+            kept with a Packed (N * K bytes). ``halfbyte.kernels.int8`` states the bound: about 1.2 % of the result's
+            norm for Gaussian values. A token with Inf or NaN gives NaN.
 
     Returns:
-        (..., N). Products are summed in float32, scale2 multiplies the sum once, the bias is added in
+        (..., N). If exact, products are summed in float32, scale2 multiplies the sum once, the bias is added in
         float32, and the result is rounded once. In torch it has no gradient: backward through it raises.
 
     Raises:
@@ -173,6 +192,9 @@ def linear(x: Array, w: Packed | Weight, bias: Array | None = None, *, out_dtype
         LayoutError: a Weight that the layout rows cannot hold.
         NoKernelError: nothing accepts this call; the error lists each candidate and why it declined.
     """
+    if (precision is not None or type(w) is Int8Weight) and (_rounds(w, precision) or isinstance(w, Int8Weight)):
+        return _linear_int8(x, w, bias, out_dtype)
+    w = cast("Packed | Weight", w)
     if is_torch(x) and sys.modules["torch"].compiler.is_compiling():
         from halfbyte.torch_ops import traced
 
@@ -341,13 +363,13 @@ def as_packed(weight: Packed | Weight) -> Packed:
     raise UsageError("not a weight", got=type(weight).__name__, expected="a Packed or a Weight", hint=hint)
 
 
-def _check_arrays(x: Array, packed: Packed, bias: Array | None) -> None:
+def _check_arrays(x: Array, packed: Packed | Int8Weight, bias: Array | None) -> None:
     """UsageError where x, weight and bias are not of one library, one device and fitting shapes."""
     n, k = packed.shape[-2:]
     _check_float(x, "x")
     if len(x.shape) < 1 or x.shape[-1] != k:
         raise UsageError("the last axis of x is not the weight's K", got=tuple(x.shape), expected=f"(..., {k})")
-    _check_beside(packed.buffers()["scale2"], "the weight", x)
+    _check_beside(_scale_of(packed), "the weight", x)
     if bias is not None:
         _check_float(bias, "bias")
         _check_beside(bias, "bias", x)
@@ -446,3 +468,92 @@ def _without_gradient() -> Callable[[Array, Array | None, Callable[[Array], Arra
 
     apply: Callable[[Array, Array | None, Callable[[Array], Array]], Array] = WithoutGradient.apply
     return apply
+
+
+def _rounds(w: Any, precision: str | None) -> bool:
+    """Whether INT8 is asked for; UsageError where the precision is unknown or the weight cannot give it."""
+    if precision not in (None, *PRECISIONS):
+        raise UsageError("unknown precision", got=repr(precision), expected=" or ".join(map(repr, PRECISIONS)))
+    if isinstance(w, Int8Weight) and precision == "exact":
+        raise UsageError("an INT8 weight is rounded", got="precision 'exact'", expected="the NVFP4 weight, or 'int8'")
+    return precision == "int8"
+
+
+def _scale_of(w: Packed | Int8Weight) -> Array:
+    return w.scale if isinstance(w, Int8Weight) else w.buffers()["scale2"]
+
+
+def _twin_of(w: Packed | Int8Weight) -> Int8Weight:
+    """The INT8 twin of a weight, kept with it until a buffer is written in place."""
+    if isinstance(w, Int8Weight):
+        return w
+    buffers = w.buffers().values()
+    versions = [b._version if is_torch(b) and not b.is_inference() else 0 for b in buffers]
+    known = w.memo.get("int8")
+    if known is None or known[0] != versions:
+        weight: Any = w.unpack()  # NVFP4, as as_packed has seen to
+        known = w.memo["int8"] = versions, to_int8(weight)
+    twin: Int8Weight = known[1]
+    return twin
+
+
+def _linear_int8(x: Array, w: Packed | Weight | Int8Weight, bias: Array | None, out_dtype: Any) -> Array:
+    held = w if isinstance(w, Int8Weight) else as_packed(w)
+    n, k = held.shape[-2:]
+    _check_arrays(x, held, bias)
+    lead = tuple(x.shape[:-1])
+    to = _dtype_name(x) if out_dtype is None else _checked_dtype(out_dtype, "out_dtype")
+    call = Int8Call.on(
+        held,
+        rows=prod(lead),
+        dtype=_dtype_name(x),
+        out_dtype=to,
+        device=device_of(x),
+        library=library_of(x),
+        bias=bias is not None,
+    )
+    kernel = select(Int8Args, call)
+
+    def run(x: Array) -> Array:
+        out = _empty((call.rows, n), to, x)
+        if not k:
+            out[...] = 0 if bias is None else bias
+        elif call.rows and n:
+            kernel.run(Int8Args(x=_contiguous(x.reshape(call.rows, k)), weight=_twin_of(held), bias=bias, out=out))
+        return out.reshape(*lead, n)
+
+    if is_torch(x) and _wants_gradient(x, bias):
+        return _without_gradient()(x, bias, run)
+    return run(x)
+
+
+def _plan_int8(
+    weight: Packed | Weight | Int8Weight, rows: int, dtype: Any, device: Any, out_dtype: Any, library: Library | None
+) -> Plan:
+    held = weight if isinstance(weight, Int8Weight) else as_packed(weight)
+    call = Int8Call.on(
+        held,
+        rows=rows,
+        dtype=_checked_dtype(dtype, "dtype"),
+        out_dtype=_checked_dtype(dtype if out_dtype is None else out_dtype, "out_dtype"),
+        device=str(device).split(":")[0],
+        library=library or library_of(_scale_of(held)),
+        bias=False,
+    )
+    kernel = select(Int8Args, call)
+    others = ((k.name, ", and ".join(k.refuse(call))) for k in KERNELS if k.op == call.op and k is not kernel)
+    twin, cost = _twin_of(held), kernel.cost(call)
+    error = "unknown: the twin does not state it" if twin.error is None else f"{twin.error:.4f} of its norm, measured"
+    notes = [f"error of the weight by rounding to INT8: {error}", "activations are rounded to 8 bits for each token"]
+    if isinstance(weight, Weight):
+        notes.append("the weight is packed and its twin made in each call; pack it once, or call to_int8 once")
+    return Plan(
+        call=call,
+        kernel=kernel.name,
+        why="forced by HALFBYTE_KERNEL" if forced(call.op) else "first in the table that accepts",
+        refusals=tuple((name, reasons) for name, reasons in others if reasons),
+        bytes=cost.bytes,
+        flops=cost.flops,
+        extra_bytes=0 if twin is weight else prod(twin.shape) + 4 * twin.shape[-2],
+        notes=tuple(notes),
+    )

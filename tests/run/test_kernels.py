@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import threading
 import tracemalloc
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import halfbyte.kernels
+from halfbyte import jit
 from halfbyte.errors import LayoutError, NoKernelError, UsageError, WeightError
 from halfbyte.kernels import KERNELS, Kernel, reference
 from halfbyte.kernels.base import linear_cost
@@ -27,16 +29,14 @@ from helpers_run import (
     LINEAR,
     assert_within_bound,
     call_like,
+    everywhere,
     moved,
     places,
     random_floats,
     random_weight,
 )
 
-PLACES = list(places())
-everywhere = pytest.mark.parametrize(
-    ("kernel", "library", "device"), [pytest.param(*p, id=f"{p[0].name}-{p[2]}") for p in PLACES]
-)
+BOTH = (False, True)
 SHAPES = [(1, 16), (3, 40), (64, 64), (65, 48), (100, 1000), (130, 31)]
 """(N, K): below, at and above one tile of rows; K of whole blocks, and K that ends inside one."""
 
@@ -48,96 +48,131 @@ def forced(request, monkeypatch):
     monkeypatch.setenv("HALFBYTE_KERNEL", kernel.name)
 
 
+@pytest.fixture
+def one_thread():
+    """On several threads MKL may choose another order of summation for each shape."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kernel", LINEAR, ids=lambda kernel: kernel.name)
+def test_every_kernel_runs_here(kernel):
+    """Or it says what this machine lacks: then nothing below is about it."""
+    if any(case[0] is kernel for case in places(dtype=DTYPES)):
+        return
+    reasons = min((kernel.refuse(call_like(dtype=d, library=b)) for d in DTYPES for b in ("numpy", "torch")), key=len)
+    assert all(re.match("needs |numba |NUMBA_", reason) for reason in reasons), reasons
+    pytest.skip(f"{kernel.name} {', '.join(reasons)}")
+
+
 @pytest.mark.usefixtures("forced")
 class TestEveryKernel:
-    @everywhere
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("per_row", [False, True])
+    @everywhere(dtype=DTYPES, per_row=BOTH)
     def test_one_hot_activations_give_the_decoded_weight(self, kernel, library, device, dtype, per_row):
         w = random_weight(70, 88, per_row=per_row)
         one_hot = moved(np.eye(88, dtype=float_dtype(dtype)), library, device)
         y = to_numpy(linear(one_hot, moved(w, library, device)))
         assert np.array_equal(y.T, w.dequantize(dtype))
 
-    @everywhere
-    def test_every_finite_scale_code_and_every_code_decode(self, kernel, library, device):
+    @everywhere(dtype=DTYPES, out_dtype=["float32"])
+    def test_every_finite_scale_code_and_every_code_decode(self, kernel, library, device, dtype, out_dtype):
         codes = np.tile(np.arange(16, dtype=np.uint8), (127, 1))
         w = Weight(
             codes=codes[:, 0::2] | codes[:, 1::2] << 4,
             scales=np.arange(127, dtype=np.uint8)[:, None],  # 00 and the 126 positive finite ones
             scale2=1.0,
         )
-        y = to_numpy(linear(moved(np.eye(BLOCK, dtype=np.float32), library, device), moved(w, library, device)))
+        one_hot = np.eye(BLOCK, dtype=float_dtype(dtype))
+        y = to_numpy(linear(moved(one_hot, library, device), moved(w, library, device), out_dtype=out_dtype))
         e4m3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
         assert np.array_equal(y.T, e4m3[:, None] * e2m1)
 
-    @everywhere
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @everywhere(dtype=DTYPES)
     @pytest.mark.parametrize("m", [0, 1, 7])
     @pytest.mark.parametrize(("n", "k"), SHAPES)
     def test_random_activations_stay_within_the_bound(self, kernel, library, device, dtype, m, n, k):
         w, x = random_weight(n, k), random_floats((m, k), dtype)
         y = linear(moved(x, library, device), moved(w, library, device))
-        assert_within_bound(y, x, w, None, dtype)
+        assert_within_bound(y, x, w, None, dtype, kernel.name)
 
-    @everywhere
+    @everywhere(dtype=DTYPES, pre_scale=BOTH, per_row=BOTH, out_dtype=DTYPES)
     @pytest.mark.parametrize("bias_dtype", [None, *DTYPES])
-    @pytest.mark.parametrize("pre_scale", [False, True])
-    @pytest.mark.parametrize("per_row", [False, True])
-    @pytest.mark.parametrize("out_dtype", DTYPES)
-    def test_options_stay_within_the_bound(self, kernel, library, device, bias_dtype, pre_scale, per_row, out_dtype):
+    def test_options_stay_within_the_bound(
+        self, kernel, library, device, dtype, bias_dtype, pre_scale, per_row, out_dtype
+    ):
         w = random_weight(33, 72, per_row=per_row, pre_scale=pre_scale)
-        x = random_floats((5, 72), "bfloat16")
+        x = random_floats((5, 72), dtype)
         bias = None if bias_dtype is None else random_floats((33,), bias_dtype)
         place = library, device
         y = linear(moved(x, *place), moved(w, *place), moved(bias, *place), out_dtype=out_dtype)
         assert str(y.dtype).removeprefix("torch.") == out_dtype
-        assert_within_bound(y, x, w, bias, out_dtype)
+        assert_within_bound(y, x, w, bias, out_dtype, kernel.name)
 
-    @everywhere
+    @everywhere(dtype=["float16"], out_dtype=["float32"])
     @settings(max_examples=25, deadline=None)
     @given(m=st.integers(1, 9), n=st.integers(1, 80), k=st.integers(1, 80), seed=st.integers(0, 2**16))
-    def test_any_shape(self, kernel, library, device, m, n, k, seed):
-        w, x = random_weight(n, k, seed=seed, scales=(0, 127)), random_floats((m, k), "float16", seed)
-        y = linear(moved(x, library, device), moved(w, library, device), out_dtype="float32")
-        assert_within_bound(y, x, w, None, "float32")
+    def test_any_shape(self, kernel, library, device, dtype, out_dtype, m, n, k, seed):
+        w, x = random_weight(n, k, seed=seed, scales=(0, 127)), random_floats((m, k), dtype, seed)
+        y = linear(moved(x, library, device), moved(w, library, device), out_dtype=out_dtype)
+        assert_within_bound(y, x, w, None, out_dtype, kernel.name)
 
-    @everywhere
+    @everywhere(dtype=DTYPES)
     @pytest.mark.parametrize("lead", [(), (1,), (2, 3), (0,), (4, 0), (2, 1, 3)])
-    def test_leading_axes_are_kept(self, kernel, library, device, lead):
+    def test_leading_axes_are_kept(self, kernel, library, device, dtype, lead):
         w = random_weight(20, 32)
-        x = random_floats((*lead, 32), "float32")
+        x = random_floats((*lead, 32), dtype)
         y = to_numpy(linear(moved(x, library, device), moved(w, library, device)))
         assert y.shape == (*lead, 20)
-        assert_within_bound(y.reshape(-1, 20), x.reshape(-1, 32), w, None, "float32")
+        assert_within_bound(y.reshape(-1, 20), x.reshape(-1, 32), w, None, dtype, kernel.name)
 
-    @everywhere
-    def test_activations_may_be_strided(self, kernel, library, device):
+    @everywhere(dtype=DTYPES)
+    def test_activations_may_be_strided(self, kernel, library, device, dtype):
         w = moved(random_weight(20, 32), library, device)
-        x = moved(random_floats((32, 6), "float32"), library, device)
+        x = moved(random_floats((32, 6), dtype), library, device)
         assert np.array_equal(
             to_numpy(linear(x.T, w)), to_numpy(linear(moved(to_numpy(x).T.copy(), library, device), w))
         )
-        every_other = moved(random_floats((4, 64), "float32"), library, device)[:, ::2]
-        assert_within_bound(linear(every_other, w), to_numpy(every_other), random_weight(20, 32), None, "float32")
+        every_other = moved(random_floats((4, 64), dtype), library, device)[:, ::2]
+        y = linear(every_other, w)
+        assert_within_bound(y, to_numpy(every_other), random_weight(20, 32), None, dtype, kernel.name)
 
-    @everywhere
-    def test_a_packed_weight_gives_the_same_as_the_weight(self, kernel, library, device):
-        w, x = moved(random_weight(40, 64), library, device), moved(random_floats((3, 64), "bfloat16"), library, device)
+    @everywhere(dtype=DTYPES)
+    def test_a_packed_weight_gives_the_same_as_the_weight(self, kernel, library, device, dtype):
+        w, x = moved(random_weight(40, 64), library, device), moved(random_floats((3, 64), dtype), library, device)
         assert np.array_equal(to_numpy(linear(x, w)), to_numpy(linear(x, pack(w))))
 
-    @everywhere
-    def test_infinities_and_nan_pass_through(self, kernel, library, device):
+    @everywhere(dtype=["float16"])
+    def test_infinities_and_nan_pass_through(self, kernel, library, device, dtype):
         w = random_weight(20, 32).replace(codes=np.full((20, 16), 0x22, np.uint8), scale2=1.0)
-        x = np.zeros((3, 32), np.float16)
+        x = np.zeros((3, 32), dtype)
         x[0, 5], x[1, 5], x[2] = np.inf, np.nan, 60000
         y = to_numpy(linear(moved(x, library, device), moved(w, library, device)))
         assert np.isposinf(y[0]).all()
         assert np.isnan(y[1]).all()
         assert np.isposinf(y[2]).all()
 
-    @everywhere
+    @pytest.mark.usefixtures("one_thread")
+    @everywhere(dtype=DTYPES)
+    @pytest.mark.parametrize("m", [1, 2, 5, 33])
+    def test_a_feature_does_not_depend_on_its_neighbours(self, kernel, library, device, dtype, m):
+        w, x = random_weight(130, 576), moved(random_floats((m, 576), dtype), library, device)
+        order = np.random.default_rng(0).permutation(130)
+        shuffled = w.replace(codes=w.codes[order], scales=w.scales[order])
+        whole = to_numpy(linear(x, moved(w, library, device)))
+        assert np.array_equal(to_numpy(linear(x, moved(shuffled, library, device))), whole[:, order])
+        for a, b in ((0, 1), (63, 66), (7, 130)):
+            assert np.array_equal(to_numpy(linear(x, moved(w.rows(a, b), library, device))), whole[:, a:b])
+
+    @everywhere(dtype=DTYPES)
+    def test_no_features(self, kernel, library, device, dtype):
+        w = random_weight(20, 32).rows(0, 0)
+        x = moved(random_floats((3, 32), dtype), library, device)
+        assert linear(x, moved(w, library, device)).shape == (3, 0)
+
+    @everywhere()
     def test_the_cost_counts_each_array_once(self, kernel, library, device):
         packed = pack(random_weight(70, 64, per_row=True, pre_scale=True))
         call = call_like(
@@ -158,20 +193,12 @@ def test_numpy_and_torch_agree_within_the_bound():
 on_the_cpu = pytest.mark.parametrize("library", ["numpy", "torch"])
 
 
-@pytest.fixture
-def one_thread():
-    """On several threads MKL may choose another order of summation for each shape."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.usefixtures("one_thread")
 @on_the_cpu
 @pytest.mark.parametrize("m", [1, 2, 5, 33])
 @pytest.mark.parametrize(("n", "k"), [(200, 48), (257, 576), (130, 1000)])
-def test_results_do_not_depend_on_the_chunks(library, m, n, k, monkeypatch):
+def test_results_of_the_reference_do_not_depend_on_the_chunks(library, m, n, k, monkeypatch):
+    monkeypatch.setenv("HALFBYTE_KERNEL", f"reference-{library}")
     w, x = moved(random_weight(n, k), library), moved(random_floats((m, k), "float32"), library)
     whole = to_numpy(linear(x, w))
     for tiles in (1, 2, 3):
@@ -179,20 +206,8 @@ def test_results_do_not_depend_on_the_chunks(library, m, n, k, monkeypatch):
         assert np.array_equal(to_numpy(linear(x, w)), whole)
 
 
-@pytest.mark.usefixtures("one_thread")
-@on_the_cpu
-@pytest.mark.parametrize("m", [1, 2, 5, 33])
-def test_a_feature_does_not_depend_on_its_neighbours(library, m):
-    w, x = random_weight(130, 576), moved(random_floats((m, 576), "float32"), library)
-    order = np.random.default_rng(0).permutation(130)
-    shuffled = w.replace(codes=w.codes[order], scales=w.scales[order])
-    whole = to_numpy(linear(x, moved(w, library)))
-    assert np.array_equal(to_numpy(linear(x, moved(shuffled, library))), whole[:, order])
-    for a, b in ((0, 1), (63, 66), (7, 130)):
-        assert np.array_equal(to_numpy(linear(x, moved(w.rows(a, b), library))), whole[:, a:b])
-
-
-def test_memory_does_not_grow_with_the_weight():
+def test_memory_does_not_grow_with_the_weight(monkeypatch):
+    monkeypatch.setenv("HALFBYTE_KERNEL", "reference-numpy")
     w, x = random_weight(30_000, 512), random_floats((1, 512), "float32")
     linear(x, w)
     tracemalloc.start()
@@ -203,10 +218,11 @@ def test_memory_does_not_grow_with_the_weight():
     assert peak < 2 * reference.SCRATCH_BYTES < decoded / 3
 
 
-@on_the_cpu
-def test_threads_do_not_share_scratch(library):
-    cases = [(random_weight(300, 256, seed=s), random_floats((2, 256), "float32", s)) for s in range(4)]
-    cases = [(moved(w, library), moved(x, library)) for w, x in cases]
+@pytest.mark.usefixtures("forced")
+@everywhere(dtype=DTYPES)
+def test_threads_do_not_share_scratch(kernel, library, device, dtype):
+    cases = [(random_weight(300, 256, seed=s), random_floats((2, 256), dtype, s)) for s in range(4)]
+    cases = [(moved(w, library, device), moved(x, library, device)) for w, x in cases]
     expected = [to_numpy(linear(x, w)) for w, x in cases]
     wrong = []
 
@@ -223,31 +239,36 @@ def test_threads_do_not_share_scratch(library):
     assert not wrong
 
 
+in_torch = pytest.mark.parametrize(
+    "kernel", [case[0] for case in places(dtype=["float32"]) if case[1:3] == ("torch", "cpu")], ids=lambda k: k.name
+)
+
+
+@pytest.mark.usefixtures("forced")
 class TestTorch:
-    def test_autocast_does_not_round_the_products(self):
+    @in_torch
+    def test_autocast_does_not_round_the_products(self, kernel):
         w, x = random_weight(40, 64).torch(), moved(random_floats((3, 64), "float32"), "torch")
         plain = linear(x, w)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(linear(x, w), plain)
 
-    def test_buffers_may_start_at_an_odd_byte(self):
+    @in_torch
+    def test_buffers_may_start_at_an_odd_byte(self, kernel):
         w, x = random_weight(20, 32).torch(), torch.ones(1, 32)
         odd = torch.empty(w.codes.numel() + 1, dtype=torch.uint8)[1:].view(w.codes.shape).copy_(w.codes)
         assert torch.equal(linear(x, w.replace(codes=odd)), linear(x, w))
 
-    def test_no_features(self):
-        w = random_weight(20, 32).rows(0, 0)
-        assert linear(np.ones((3, 32), np.float32), w).shape == (3, 0)
-        assert linear(torch.ones(3, 32), w.torch()).shape == (3, 0)
-
-    def test_inference_mode_leaves_nothing_behind(self):
+    @in_torch
+    def test_inference_mode_leaves_nothing_behind(self, kernel):
         w, x = random_weight(40, 64).torch(), moved(random_floats((3, 64), "float32"), "torch")
         reference._torch_tables.cache_clear()
         with torch.inference_mode():
             first = linear(x, w)
         assert torch.equal(first, linear(x, w))
 
-    def test_backward_raises_instead_of_losing_the_gradient(self):
+    @in_torch
+    def test_backward_raises_instead_of_losing_the_gradient(self, kernel):
         w, x = random_weight(40, 64).torch(), torch.ones(3, 64, requires_grad=True)
         y = linear(x, w)
         assert y.requires_grad
@@ -256,8 +277,9 @@ class TestTorch:
         with torch.no_grad():
             assert torch.equal(linear(x, w), y.detach())
 
+    @pytest.mark.parametrize("kernel", [reference.TORCH], ids=lambda k: k.name)
     @pytest.mark.parametrize("precision", ["high", "medium"])
-    def test_reduced_float32_products_are_refused(self, precision):
+    def test_reduced_float32_products_are_refused(self, kernel, precision):
         w, x = random_weight(40, 64).torch(), torch.ones(3, 64)
         try:
             torch.set_float32_matmul_precision(precision)
@@ -341,27 +363,51 @@ class TestPack:
             pack(random_weight(16, 16), "no_such_layout")
 
 
+@pytest.fixture
+def any_cpu(monkeypatch):
+    """One of which no more is known than that LLVM compiles for it."""
+    monkeypatch.setattr(jit, "has", lambda feature: False)
+
+
+@pytest.mark.usefixtures("any_cpu")
 class TestPlan:
     packed = pack(random_weight(576, 1536))
 
     def test_it_names_the_kernel_and_why_others_declined(self):
         chosen = plan("linear", self.packed, rows=16, library="torch")
         assert isinstance(chosen, Plan)
-        assert chosen.kernel == "reference-torch"
-        assert chosen.refusals == (("reference-numpy", "takes NumPy arrays, not torch tensors"),)
+        assert chosen.kernel == "cpu-portable"
+        assert chosen.refusals == (
+            ("cpu-bf16", "needs avx512bf16 and avx512bw, which this CPU has not or HALFBYTE_CPU hides"),
+            ("cpu-avx512", "needs avx512bw, which this CPU has not or HALFBYTE_CPU hides"),
+            ("reference-numpy", "takes NumPy arrays, not torch tensors"),
+        )
         assert (chosen.bytes, chosen.flops) == (linear_cost(chosen.call).bytes, 2 * 16 * 576 * 1536)
         assert chosen.extra_bytes == 0
-        assert plan("linear", self.packed, rows=16).kernel == "reference-numpy"
+        assert plan("linear", self.packed, rows=16).call.library == "numpy"
+        assert plan("linear", self.packed.to("cpu"), rows=16).call.library == "torch"
+
+    def test_without_numba_it_is_the_reference(self, monkeypatch):
+        missing = "numba is not installed; run: pip install 'halfbyte[cpu]'"
+        monkeypatch.setattr(jit, "missing", lambda: missing)
+        chosen = plan("linear", self.packed, rows=16)
+        assert chosen.kernel == "reference-numpy"
+        assert chosen.refusals == (
+            *((name, missing) for name in ("cpu-bf16", "cpu-avx512", "cpu-portable")),
+            ("reference-torch", "takes torch tensors, not NumPy arrays"),
+        )
         assert plan("linear", self.packed.to("cpu"), rows=16).kernel == "reference-torch"
 
     def test_it_prints_as_a_table(self):
         assert str(plan("linear", self.packed, rows=16, out_dtype="float32", library="torch")).splitlines() == [
             "op                   linear N=576 K=1536 M=16, layout rows",
             "arrays               torch on cpu, bfloat16 to float32",
-            "kernel               reference-torch (first in the table that accepts)",
+            "kernel               cpu-portable (first in the table that accepts)",
             "bytes                583,684",
             "flops                28,311,552",
             "extra                0 bytes of the weight held twice",
+            "not cpu-bf16         needs avx512bf16 and avx512bw, which this CPU has not or HALFBYTE_CPU hides",
+            "not cpu-avx512       needs avx512bw, which this CPU has not or HALFBYTE_CPU hides",
             "not reference-numpy  takes NumPy arrays, not torch tensors",
             "note                 activations that are not contiguous are copied once: 24,576 values",
         ]
@@ -397,7 +443,10 @@ class TestPlan:
             plan("linear", experts, rows=1, library="torch")
         assert str(caught.value) == (
             "no kernel computes linear with layout rows, shape (2, 16, 16), M=1, bfloat16, torch on cpu; "
-            "the nearest is reference-torch: takes one matrix (N, K), not expert axes (2,); "
+            "the nearest is cpu-bf16: takes one matrix (N, K), not expert axes (2,); "
+            "cpu-avx512: takes one matrix (N, K), not expert axes (2,); "
+            "cpu-portable: takes one matrix (N, K), not expert axes (2,); "
+            "reference-torch: takes one matrix (N, K), not expert axes (2,); "
             "reference-numpy: takes NumPy arrays, not torch tensors, and takes one matrix (N, K), not expert axes (2,)"
         )
 
@@ -437,7 +486,7 @@ class TestTable:
             defined += sum(
                 isinstance(node, ast.Assign)
                 and isinstance(node.value, ast.Call)
-                and getattr(node.value.func, "id", "") == "Kernel"
+                and getattr(node.value.func, "id", "") in ("Kernel", "_kernel")
                 for node in tree.body
             )
         assert defined == len(KERNELS)

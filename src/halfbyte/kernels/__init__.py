@@ -6,13 +6,15 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, reference
+from halfbyte.kernels import attention, int8, reference
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.cpu import exact
+from halfbyte.kernels.cpu import int8 as cpu_int8
 from halfbyte.kernels.descriptors import TensorDesc
 from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
 from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
+from halfbyte.kernels.int8 import Int8Args, Int8Call
 
 KERNELS: tuple[Kernel[Any, Any], ...] = (
     exact.BF16,
@@ -20,6 +22,9 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     exact.PORTABLE,
     reference.TORCH,
     reference.NUMPY,
+    cpu_int8.VNNI,
+    cpu_int8.PORTABLE,
+    int8.NUMPY,
     attention.LLM_TORCH,
     attention.LLM_NUMPY,
     attention.LLM_PAGED_TORCH,
@@ -40,6 +45,8 @@ __all__ = [
     "Cost",
     "FmhaV2Llm",
     "FmhaV2Vit",
+    "Int8Args",
+    "Int8Call",
     "Kernel",
     "LinearArgs",
     "LlmFmha",

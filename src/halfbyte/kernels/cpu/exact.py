@@ -10,13 +10,14 @@ order that the shape fixes. With u as for the reference,
 
     |error| <= ((K + 24) * 2^-24 + u) * sum|x * w| + K * 2^-110 * max|w|
 
-The last term stands for activations and products near the smallest f32, which the bf16 units count as zero. With
-one-hot activations y is the decoded weight, bit for bit but for the sign of zeros.
+The last term stands for activations and products near the smallest f32, which the bf16 units count as zero; pre_scale
+and a bias add 2^-24 each. Activations from 2^122 on may overflow where the result does not. With one-hot activations y
+is the decoded weight, bit for bit but for the sign of zeros.
 
 ================ ============================================ ==========================================
 kernel           needs                                        takes
 ================ ============================================ ==========================================
-``cpu-bf16``     AVX-512 BF16 (Zen 4, Sapphire Rapids)        bfloat16; float16 as two bf16 that add up
+``cpu-bf16``     AVX-512 BF16 of AMD's (Zen 4 and later)      bfloat16; float16 as two bf16 that add up
 ``cpu-avx512``   AVX-512 BW                                   all; multiplies f32
 ``cpu-portable`` what LLVM compiles for; HALFBYTE_CPU=        all; multiplies f32
                  portable hides the others
@@ -43,8 +44,8 @@ _KINDS: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
 def address_of(a: Array) -> int:
-    """Where a NumPy array's first element lies."""
-    return int(a.__array_interface__["data"][0])
+    """Where an array's first element lies."""
+    return int(a.data_ptr() if is_torch(a) else a.__array_interface__["data"][0])
 
 
 class _Scratch(threading.local):
@@ -67,9 +68,9 @@ _scratch = _Scratch()
 
 @functools.cache
 def _code(form: str, several: bool) -> Callable[..., None]:
-    from halfbyte.kernels.cpu.product_code import PRODUCTS
+    from halfbyte.kernels.cpu.product_code import product
 
-    code: Callable[..., None] = PRODUCTS[form, several]
+    code: Callable[..., None] = product(form, several)
     return code
 
 
@@ -132,15 +133,24 @@ def _refuse(call: Call) -> tuple[str, ...]:
 
 
 def _kernel(
-    name: str, description: str, features: tuple[str, ...], forms: dict[str, tuple[str, int]]
+    name: str,
+    description: str,
+    features: tuple[str, ...],
+    forms: dict[str, tuple[str, int]],
+    makers: tuple[str, ...] = (),
 ) -> Kernel[Any, Any]:
-    """A kernel that needs ``features``; ``forms``: for each dtype of x, the code and the bytes of a staged value."""
+    """A kernel that needs ``features``; ``forms``: for each dtype of x, the code and the bytes of a staged value.
+
+    ``makers`` begin LLVM's names of the CPUs that it is for; () is all.
+    """
 
     def refuse(call: Call) -> tuple[str, ...]:
         reasons = _refuse(call)
         lacking = [feature for feature in features if not reasons and not jit.has(feature)]
         if lacking:
             reasons += (f"needs {' and '.join(lacking)}, which this CPU has not or HALFBYTE_CPU hides",)
+        elif not reasons and makers and not jit.cpu_name().startswith(makers):
+            reasons += (f"is slower than float32's products on this CPU ({jit.cpu_name()})",)
         if call.dtype not in forms:
             reasons += (f"takes {' or '.join(forms)} activations, not {call.dtype}",)
         if call.pre_scale and "float32" not in forms:
@@ -174,6 +184,7 @@ BF16 = _kernel(
     "decodes in registers to bf16, which AVX-512 BF16 multiplies exactly",
     ("avx512bf16", "avx512bw"),
     {"bfloat16": ("bf16", 2), "float16": ("halves", 4)},
+    makers=("znver",),  # a Xeon of Sapphire Rapids' kind: 66 GFLOP/s a core at M = 8, where cpu-avx512 has 90
 )
 AVX512 = _kernel(
     "cpu-avx512",

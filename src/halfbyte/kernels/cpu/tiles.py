@@ -8,7 +8,7 @@ With lane l of 16, block scale l / 2 of the step belongs to it (``halves`` forms
 form     decodes by                   multiplies                      activations
 ======== ============================ =============================== =========================================
 bf16     a permute of 16-bit entries  pairs of bf16 (AVX-512 BF16)    bf16; or fp16 in two parts that add up
-fma      the same, widened            f32                             f32
+fma      a permute of f32 entries     f32                             f32
 portable a shift into the place of    f32                             f32
          an fp16's exponent, widened
 ======== ============================ =============================== =========================================
@@ -47,7 +47,7 @@ def staging(form: str) -> Any:
     place = np.arange(STEP)
     i, lane = place // 32, place % 32
     half, l16 = lane // 16, lane % 16
-    return {"bf16": 4 * lane + i, "fma": 8 * l16 + 4 * half + i, "portable": 64 * half + 4 * l16 + i}[form]
+    return {"bf16": 4 * lane + i, "fma": 8 * l16 + 2 * i + half, "portable": 64 * half + 4 * l16 + i}[form]
 
 
 def _scales(e: Emit, address: Any, count: int) -> Any:
@@ -75,13 +75,13 @@ def _decode(e: Emit, form: str, halves: list[Any], i: int) -> list[Any]:
             decoded.append(b.fpext(b.bitcast(bits, F16X16), F32X16))
         return decoded
     (words,) = halves
+    if form == "fma":
+        word = b.bitcast(words, I32X16)
+        table = e.constant(F32, E2M1_VALUES.tolist())
+        nibbles = [b.lshr(word, e.splat(I32, 16, 4 * j)) if j else word for j in (2 * i, 2 * i + 1)]
+        return [e.permute_f32(table, nibble) for nibble in nibbles]
     index = b.lshr(words, e.splat(I16, 32, 4 * i)) if i else words  # the permute ignores the bits above
-    values = e.permute16(e.constant(I16, _BF16_CODES * 2), index)
-    if form == "bf16":
-        return [values]
-    pairs = b.bitcast(values, I32X16)
-    even, odd = b.shl(pairs, e.splat(I32, 16, 16)), b.and_(pairs, e.splat(I32, 16, 0xFFFF0000))
-    return [b.bitcast(even, F32X16), b.bitcast(odd, F32X16)]
+    return [e.permute16(e.constant(I16, _BF16_CODES * 2), index)]
 
 
 def _lanes(form: str, step: int, half: int) -> list[int]:

@@ -1,6 +1,7 @@
 """LLVM vectors for kernels: a builder's loads, stores, shuffles, loops, and the few instructions that a CPU adds.
 
-Everything is plain LLVM but for ``permute16`` (AVX-512 BW) and ``dot_bf16`` (AVX-512 BF16). Addresses are i64.
+Everything is plain LLVM but for ``permute_f32`` (AVX-512), ``permute16`` (AVX-512 BW), ``dot_bf16`` (AVX-512 BF16)
+and ``dot_u8`` (AVX-512 VNNI). Addresses are i64.
 """
 
 from __future__ import annotations
@@ -86,6 +87,10 @@ class Emit:
     def permute16(self, table: Any, index: Any) -> Any:
         """32 entries of 16 bits by the low five bits of each index."""
         return self.call("llvm.x86.avx512.permvar.hi.512", table.type, [table, index])
+
+    def permute_f32(self, table: Any, index: Any) -> Any:
+        """16 entries of f32 by the low four bits of each index."""
+        return self.call("llvm.x86.avx512.permvar.sf.512", table.type, [table, index])
 
     def dot_bf16(self, total: Any, a: Any, b: Any) -> Any:
         """Total (16 f32) plus the products of pairs of bf16, given as 32 words of 16 bits."""
