@@ -3,6 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 FUZZ_SECONDS ?= 60
 SPREAD ?= -n auto --maxprocesses 8 --dist worksteal
+WITH_NUMBA := architecture cli compiled jit codec recipes weight memory packed
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -13,9 +14,9 @@ demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py --out demo-out
 
 # The tests of the file side run from the wheel, in an environment without torch and Numba; two files of them also look
-# for a torch that is imported and not needed, which takes one that is there, and one is about code of Numba's.
+# for a torch that is imported and not needed, which takes one that is there, and others run code of Numba's.
 test: $(VENV)/.test check
-	$(BIN)/python -m pytest tests/run tests/files/test_architecture.py tests/files/test_cli.py tests/files/test_compiled.py $(SPREAD)
+	$(BIN)/python -m pytest tests/run $(WITH_NUMBA:%=tests/files/test_%.py) $(SPREAD)
 	scripts/test_wheel $(PYTHON) $(SPREAD)
 
 check: $(VENV)/.test

@@ -36,12 +36,13 @@ def dequantize(codes: Array, scales: Array, scale2: Array, k: int, dtype: Any) -
 
 
 def _plain(*tensors: Array) -> bool:
-    """Whether these are large tensors in memory, and not what stands for some while torch compiles."""
+    """Whether these are large tensors in memory, which nothing traces or differentiates."""
     import torch
 
     return (
         executor(tensors[0].numel() * 2) is None
         and all(type(t) is torch.Tensor and t.device.type == "cpu" for t in tensors)
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
         and not torch.compiler.is_compiling()
     )
 

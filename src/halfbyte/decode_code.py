@@ -1,8 +1,4 @@
-"""The compiled decoder of NVFP4: rows of codes and block scales to f32, bfloat16 or float16; loaded only to run.
-
-``decode_rows`` can be called from other compiled code: with a second scale of 1 it gives code times block scale,
-which is exact in all of f32, bfloat16 and, but for what leaves its range, float16.
-"""
+"""The compiled decoder of NVFP4: rows of codes and block scales to f32, bfloat16 or float16; loaded only to run."""
 
 from __future__ import annotations
 
@@ -120,17 +116,6 @@ def decode_some(first, last, kind, codes, codes_bytes, scales, scales_bytes, k, 
             else:
                 _pair_half(padded_codes.ctypes.data, at + whole * 4, second, padded.ctypes.data)
             copy(target + whole * BLOCK * item, padded.ctypes.data, (width - whole * BLOCK) * item)
-
-
-@jit.compiled
-def decode_rows(codes, scales, rows, k, codes_bytes, scales_bytes, out, out_bytes, kind):  # type: ignore[no-untyped-def]
-    """``rows`` rows, code times block scale without a second scale, to a buffer.
-
-    Arguments: as for ``decode_some``; addresses are those of the first row.
-    """
-    one = np.ones(1, np.float32)
-    chunks = rows * ((k + CHUNK - 1) // CHUNK)
-    decode_some(0, chunks, kind, codes, codes_bytes, scales, scales_bytes, k, one.ctypes.data, 0, out, out_bytes)
 
 
 @jit.compiled(parallel=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
 import pickle
@@ -29,6 +30,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger("halfbyte")
 
+_CODE_BYTES: Final = 68 << 20
+"""Memory of Numba in a process, and of what it takes to compile for one tool: 44 MB where the code is kept on disk."""
+
 
 def missing() -> str | None:
     """None where Numba is at hand, else what to do; this imports it."""
@@ -41,6 +45,15 @@ def missing() -> str | None:
     except ImportError as error:
         return f"numba cannot be imported: {error}"
     return "NUMBA_DISABLE_JIT is set" if getattr(config, "DISABLE_JIT", 0) else None
+
+
+def code_bytes() -> int:
+    """Memory that compiled code takes in a process before its first array; 0 where Numba is not installed."""
+    if "numba" in sys.modules:
+        there = sys.modules["numba"] is not None
+    else:
+        there = importlib.util.find_spec("numba") is not None
+    return _CODE_BYTES if there else 0
 
 
 def compiled(function: F | None = None, *, name: str | None = None, parallel: bool = False) -> Any:
@@ -74,16 +87,18 @@ def address_of(code: Any, signature: Any) -> int:
 
 @functools.cache
 def has(feature: str) -> bool:
-    """Whether this processor has what LLVM calls by that name; never where HALFBYTE_CPU is "portable".
+    """Whether the processor that Numba compiles for has what LLVM calls by that name.
+
+    It is this one, unless NUMBA_CPU_FEATURES and the like say otherwise; HALFBYTE_CPU=portable hides all it has.
 
     Raises:
         UsageError: HALFBYTE_CPU is something else.
     """
     if _portable():
         return False
-    from llvmlite import binding
+    from numba.core.registry import cpu_target
 
-    return bool(binding.get_host_cpu_features().get(feature, False))
+    return f"+{feature}" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
 
 @functools.cache
@@ -175,13 +190,12 @@ def run(code: Callable[..., None], *args: Any) -> None:
             hint='start processes by "spawn" or "forkserver": multiprocessing.get_context("spawn")',
         )
     with _layer.lock:
+        _layer.used = True
         _on_threads(code, args)
-        if not _layer.used:
-            import numba
+        import numba
 
-            _layer.used = True
-            _layer.all_threads = _all_threads() == _most_threads()
-            _layer.concurrent = numba.threading_layer() != "workqueue"
+        _layer.all_threads = _all_threads() == _most_threads()
+        _layer.concurrent = numba.threading_layer() != "workqueue"
 
 
 def _on_threads(code: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -207,9 +221,11 @@ def _most_threads() -> int:
 
 
 def cache_folder() -> Path:
-    """Where machine code of this source and these versions is kept; it need not exist."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(home)) / "halfbyte" / f"code-{_digest()}"  # noqa: PTH111 (a HOME that is missing)
+    """Where machine code of this source and these versions is kept; it need not exist, nor be a place for files."""
+    home = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")  # noqa: PTH111 (raises nothing)
+    if home.startswith("~"):  # the user has none
+        home = os.devnull
+    return Path(home) / "halfbyte" / f"code-{_digest()}"
 
 
 @functools.cache
@@ -250,6 +266,9 @@ def _cache_class() -> Any:
         def from_function(cls, py_func: Any, py_file: str) -> Any:
             return cls(py_func, py_file)
 
+        def get_source_stamp(self) -> Any:
+            return None  # the folder stands for all sources
+
     class Proven(caching.CompileResultCacheImpl):  # type: ignore[misc]
         _locator_classes: ClassVar[list[Any]] = [Locator]
 
@@ -267,13 +286,17 @@ def _cache_class() -> Any:
         _impl_class = Proven
 
         def _index_key(self, sig: Any, codegen: Any) -> Any:
-            return sig, codegen.magic_tuple()  # the folder stands for all sources, so for what a closure holds, too
+            return sig, codegen.magic_tuple()  # not what a closure holds: it is made by the same sources
 
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             try:
                 found = super().load_overload(sig, target_context)
+                if found is not None and found.signature.args != tuple(sig):
+                    raise ValueError("damaged index")
             except Exception:  # whatever a damaged file raises
                 found = None
+                with suppress(Exception):
+                    self.flush()  # a damaged index would stay
             if found is None:
                 _announce(self.cache_path)
             return found

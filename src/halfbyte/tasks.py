@@ -126,9 +126,18 @@ class Crew:
         return f"{self.width} {self.kind if self.width == 1 else plural}"
 
     @property
+    def _starts_processes(self) -> bool:
+        return self.kind == "process" and self.executor is None
+
+    @property
     def own_bytes(self) -> int:
         """Memory that the crew takes before its first task."""
-        return (self.width + 1) * PROCESS_BYTES if self.kind == "process" and self.executor is None else 0
+        return (self.width + 1) * PROCESS_BYTES if self._starts_processes else 0
+
+    @property
+    def own_processes(self) -> int:
+        """How many processes of this machine do tasks, as far as the crew knows."""
+        return self.width if self._starts_processes else 1
 
     def run(self, jobs: Iterable[Job], done: Callable[[int], None]) -> None:
         """Run jobs to their ends; the first exception ends all, waits for the tasks under way, and is raised.

@@ -67,6 +67,7 @@ class Work:
         files: by name.
         facts: of the report; "bytes_out" is among them.
         task_bytes: memory that one task needs at most, for its arrays.
+        code_bytes: memory that compiled code takes in each process that does tasks.
         checked_bytes: source bytes that ``check`` will look at once more.
         check_bytes: memory that it needs for that.
         index: the name of the index, where one is written for a single file, too.
@@ -78,6 +79,7 @@ class Work:
     files: dict[str, File]
     facts: dict[str, Any]
     task_bytes: int = 0
+    code_bytes: int = 0
     checked_bytes: int = 0
     check_bytes: int = 2 * CHUNK
     index: str = ""
@@ -164,7 +166,9 @@ def _write(work: Work, writer: CheckpointWriter, name: str, file: File) -> Job:
 def _peak_bytes(work: Work, crew: Crew) -> int:
     """The most memory that a run adds to what the process has when its plan is made."""
     check = work.check_bytes if work.checked_bytes else 0
-    return crew.own_bytes + crew.width * max(work.task_bytes, _COPY_BYTES) + check
+    processes = crew.own_processes + bool(crew.own_processes > 1 and work.checked_bytes)  # this one checks
+    code = processes * work.code_bytes
+    return crew.own_bytes + code + crew.width * max(work.task_bytes, _COPY_BYTES) + check
 
 
 def _plan(work: Work) -> dict[str, Any]:

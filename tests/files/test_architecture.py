@@ -56,6 +56,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *FILES,
         *STACKS,
         "bundles",
+        "decode",
         "underflow",
         "suspicion",
         "tasks",

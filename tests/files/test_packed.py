@@ -40,6 +40,7 @@ from checkpoints import (
     write_json,
 )
 from contract import VARIANTS, fitting
+from halfbyte import jit
 from halfbyte.dialects.packed import Pack
 from halfbyte.errors import FormatError, HalfbyteError, LayoutError, UsageError
 from halfbyte.layouts import GateUp, Marlin, Rows
@@ -464,12 +465,14 @@ def test_workers_processes_and_dry_run(tmp_path):
 
 @pytest.mark.parametrize("layout", ["marlin", LOSSY, "gguf"])
 def test_memory_is_what_the_dry_run_says(layout, tmp_path):
-    """Of one module, however many there are; and that of the proof."""
+    """Of one module, however many there are; and that of the proof. What is compiled comes on top, once."""
     tensors = {}
     for i in range(4):
         tensors |= named("modelopt", f"m.{i}.proj", nvfp4(1024, 4096, i))
     src = make(tmp_path / "src", tensors)
     told = halfbyte.convert(src, tmp_path / "x", layout=layout, dry_run=True, workers=1, prove=True).facts["peak_bytes"]
+    code = jit.code_bytes()
+    halfbyte.convert(src, tmp_path / "before", layout=layout, workers=1)  # Numba is there from now on, if it is
     tracemalloc.start()
     try:
         halfbyte.convert(src, tmp_path / "x", layout=layout, workers=1, prove=True)
@@ -479,8 +482,8 @@ def test_memory_is_what_the_dry_run_says(layout, tmp_path):
         again = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert there < told < 8 * there
-    assert again < back.facts["peak_bytes"] < 8 * again
+    assert there < told - code < 8 * there
+    assert again < back.facts["peak_bytes"] - code < 8 * again
 
 
 def test_the_table_and_json(tmp_path):

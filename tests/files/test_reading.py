@@ -25,6 +25,7 @@ from checkpoints import (
     stacked_experts,
     tensors_of,
 )
+from halfbyte import jit
 from halfbyte.checkpoint.reader import open_checkpoint
 from halfbyte.errors import FormatError, UsageError
 from halfbyte.modules import Reading
@@ -416,7 +417,8 @@ def test_what_a_task_takes(tmp_path):
         return halfbyte.convert(path, tmp_path / "y", to="modelopt", **options).facts["peak_bytes"]
 
     assert peak(nibble_order="high") - peak() <= 4 * (4 << 20)
-    assert 4 * n * k // 16 <= peak(nibble_order="high", scale_layout="128x4") <= peak() + 4 * n * k // 16
+    code = jit.code_bytes()  # which moves the scales
+    assert code + 4 * n * k // 16 <= peak(nibble_order="high", scale_layout="128x4") <= peak() + code + 4 * n * k // 16
 
 
 def test_a_stack_in_columns_has_no_swizzled_scales(tmp_path):

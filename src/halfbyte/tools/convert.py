@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from halfbyte import jit
 from halfbyte.bundles import Bundle, bundled
 from halfbyte.casts import as_nvfp4, scale2_exponents, viewed
 from halfbyte.checkpoint.consistency import config_facts, header_findings, quantized
@@ -32,6 +33,7 @@ from halfbyte.experts import (
 )
 from halfbyte.findings import Finding, Report, in_order
 from halfbyte.layouts import Layout, parse
+from halfbyte.layouts.executors import SMALL
 from halfbyte.modules import COMFY_METADATA, LAYOUT_METADATA, QUANTIZED, Module, Reading, Stack, refuse_broken
 from halfbyte.numerics import BLOCK, decode_e2m1, decode_e4m3
 from halfbyte.stored import CHUNK, Stored, View, byte_count, read_tensor, rows_of
@@ -185,7 +187,9 @@ class _Convert(Work):
         self.task_bytes = self._made.task_bytes
         views = [t for m in self._modules for t in m.roles.values() if isinstance(t, View) and not t.in_place]
         made = [*views, *(m.roles["codes"] for m in self._modules if self._layout and m.kind == "nvfp4")]
-        self.check_bytes += max((8 * t.nbytes for t in made), default=0)
+        largest = max((t.nbytes for t in made), default=0)
+        self.check_bytes += 8 * largest
+        self.code_bytes = jit.code_bytes() if largest >= SMALL else 0
         self.facts |= {
             "tensors": _listed(outputs, checkpoint),
             "bytes_out": sum(byte_count(o.stored.dtype, o.stored.shape) for o in outputs),

@@ -11,10 +11,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from halfbyte import jit
 from halfbyte.bundles import Gather
 from halfbyte.checkpoint.consistency import quantized
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard, distribute, parse_size, shard_names, write_pieces
+from halfbyte.decode import SMALL
 from halfbyte.dialects import Dialect
 from halfbyte.errors import FormatError, UsageError
 from halfbyte.experts import COLUMNS, INTERLEAVED, encode_stacks, expand, model_types, refuse_unordered, spelled
@@ -133,6 +135,7 @@ class _Dequantize(Work):
             "bytes_out": sum(byte_count(t.dtype, t.shape) for t in outputs),
         }
         self.task_bytes = max(map(self._task_bytes, modules.values()))
+        self.code_bytes = jit.code_bytes() if any(map(_is_large, modules.values())) else 0
 
     def _form(self, module: Module) -> Stack:
         """How a dense stack is to lie: as the model has it."""
@@ -256,6 +259,11 @@ def _rows(module: Module) -> list[tuple[int, int]]:
     n, k = module.shape
     by_block = module.kind == "fp8" and fp8_granularity(module) == "block"
     return pieces(n, 4 * k, _PIECE, _BLOCK_ROWS if by_block else 1)
+
+
+def _is_large(module: Module) -> bool:
+    """Whether compiled code decodes it."""
+    return module.kind == "nvfp4" and min(module.shape[-2] * module.shape[-1], _PIECE // 4) >= SMALL
 
 
 def _part(module: Module, a: int, b: int) -> Module:

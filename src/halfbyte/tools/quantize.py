@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from halfbyte import jit
 from halfbyte.casts import dense_rows
 from halfbyte.checkpoint.consistency import config_facts, quantized
 from halfbyte.checkpoint.outputs import Made, source_bytes
@@ -25,6 +26,7 @@ from halfbyte.modules import QUANTIZED, Module, refuse_broken, refuse_companions
 from halfbyte.numerics import BLOCK, reciprocal
 from halfbyte.patterns import Patterns, fused_group, is_head, is_router, module_class
 from halfbyte.recipes import LIKES, Like, Recipe, TensorScale, finite_amax, quantize_array, recipe_named
+from halfbyte.recipes.base import SMALL
 from halfbyte.stored import DTYPE_BITS, FLOATS, Stored, View, byte_count
 from halfbyte.tasks import Job, Progress, Step, Task, Where
 from halfbyte.tools.base import idle
@@ -222,8 +224,9 @@ class _Quantize(Work):
             "bytes_in": sum(t.nbytes for t in checkpoint.tensors.values()),
             "bytes_out": sum(byte_count(t.dtype, t.shape) for t in outputs),
         }
-        largest = max(rows.task_bytes for m in modules.values() for rows in _split(m))
-        self.task_bytes = max(_SCRATCH + largest, self._made.task_bytes)
+        split = [rows for m in modules.values() for rows in _split(m)]
+        self.task_bytes = max(_SCRATCH + max(rows.task_bytes for rows in split), self._made.task_bytes)
+        self.code_bytes = jit.code_bytes() if max(rows.count for rows in split) >= SMALL else 0
 
     def _names(self, module: Module) -> dict[str, Stored]:
         """Role -> tensor to write for a quantized module."""
@@ -370,12 +373,16 @@ class _Rows:
     nbytes: int
 
     @property
+    def count(self) -> int:
+        """Of values."""
+        return (self.b - self.a) * self.module.shape[1]
+
+    @property
     def task_bytes(self) -> int:
         """Memory for the rows and for what is made of them."""
-        count = (self.b - self.a) * self.module.shape[1]
         stored = 0 if self.module.kind == "dense" else self.nbytes
         made = sum(t.nbytes + t.region for t in self.module.roles.values() if isinstance(t, View) and t.steps)
-        return count * _item(self.module) + count * 9 // 16 + stored + made
+        return self.count * _item(self.module) + self.count * 9 // 16 + stored + made
 
     def read(self) -> Any:
         """(b - a, K) in the dtype of the module, or f32.
