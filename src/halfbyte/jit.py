@@ -255,7 +255,7 @@ def _announce(folder: str) -> None:
 @functools.cache
 def _cache_class() -> Any:
     """Numba's cache of a function, in our folder, with a digest of what it holds, and without errors."""
-    from numba.core import caching, serialize
+    from numba.core import caching, serialize, sigutils
 
     class Locator(caching.UserProvidedCacheLocator):  # type: ignore[misc]
         def __init__(self, py_func: Any, py_file: str) -> None:
@@ -291,7 +291,7 @@ def _cache_class() -> Any:
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             try:
                 found = super().load_overload(sig, target_context)
-                if found is not None and found.signature.args != tuple(sig):
+                if found is not None and found.signature.args != tuple(sigutils.normalize_signature(sig)[0]):
                     raise ValueError("damaged index")
             except Exception:  # whatever a damaged file raises
                 found = None

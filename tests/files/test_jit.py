@@ -89,12 +89,16 @@ class Kept:
         """Whether something was compiled, for the right numbers: that is told once."""
         jit._announce.cache_clear()
         self.caplog.clear()
-        spec = importlib.util.spec_from_file_location("small", self.code / "small.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = self.module()
         assert (module.plus(1, 1), module.plus(1.0, 0.5)) == (42, 41.5)
         assert len(self.caplog.messages) <= 1
         return bool(self.caplog.messages)
+
+    def module(self):
+        spec = importlib.util.spec_from_file_location("small", self.code / "small.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
 
     def files(self, suffix):
         return list(jit.cache_folder().glob(f"small.plus*{suffix}"))
@@ -161,6 +165,22 @@ def test_code_that_is_gone(kept):
         path.unlink()
     assert kept.compiled()
     assert not kept.compiled()
+
+
+def test_what_is_compiled_for_given_types_is_found_too(kept):
+    """``address_of`` names the types, and calls nothing."""
+    from numba import int64
+
+    jit._announce.cache_clear()
+    kept.caplog.clear()
+    for _ in range(2):
+        assert jit.address_of(kept.module().plus, int64(int64, int64)) > 0
+    assert not kept.compiled()
+    assert len(kept.files(".nbc")) == 3
+    jit._announce.cache_clear()
+    kept.caplog.clear()
+    jit.address_of(kept.module().plus, int64(int64, int64))
+    assert not kept.caplog.messages
 
 
 def test_times_of_files_do_not_matter(kept):
@@ -404,8 +424,12 @@ import multiprocessing
 import small
 if __name__ == "__main__":
     small.filled()
-    with multiprocessing.get_context("{method}").Pool(2) as pool:
-        print(pool.map(small.filled, [10, 100]))
+    processes = [multiprocessing.get_context("{method}").Process(target=small.filled) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    print([process.exitcode for process in processes])
 """)
     text = f"import runpy, sys; sys.argv = [{str(script)!r}]; runpy.run_path({str(script)!r}, run_name='__main__')"
-    assert output(code, text) == "['filled', 'filled']\n"
+    assert output(code, text) == "[0, 0]\n"
