@@ -8,6 +8,7 @@ thread: it yields a list of tasks and further jobs, is sent the list of their re
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -268,7 +269,7 @@ class _Run:
                 break
             step, node, slot = root.ready.popleft()
             if isinstance(step, Task) and node is not None:
-                self.flying[self.executor.submit(jit.alone, step.function)] = step, node, slot
+                self.flying[self.executor.submit(functools.partial(jit.alone, step.function))] = step, node, slot
                 root.running += 1
             elif not isinstance(step, Task):
                 self._advance(_Node(step, root, node, slot), None)
