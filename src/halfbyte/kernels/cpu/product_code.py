@@ -180,6 +180,14 @@ def _stage(form, kind, x, pre, true_k, k, out):
     step = _step_memory()
     for start in range(0, _whole_rounds(k), STEP):
         size = max(0, min(STEP, true_k - start))
+        if size == STEP and not pre and form == BF16 and kind == BF16_KIND:
+            for place in range(STEP):
+                _write_u16(out, start + place, _read_u16(x, start + _STAGING[form, place]))
+            continue
+        if size == STEP and not pre and form >= FMA and kind == F32_KIND:
+            for place in range(STEP):
+                _write_f32(out, start + place, _read_f32(x, start + _STAGING[form, place]))
+            continue
         for i in range(size):
             _write_f32(step, i, _get(kind, x, start + i))
         if pre:
