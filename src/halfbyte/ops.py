@@ -309,12 +309,12 @@ def _remember(x: Array, packed: Packed, bias: Array | None, out_dtype: Any, to: 
         return
     import torch
 
-    torch_dtype, scales, written = args.out.dtype, packed.buffers()["scales"], version_of(packed)
-    counts = not scales.is_inference()
+    torch_dtype, written = args.out.dtype, version_of(packed)
+    counted: list[Any] = [buffer for buffer in packed.buffers().values() if not buffer.is_inference()]
 
     def call_torch(x: Array, bias: Array | None) -> Array:
         gradient = x.requires_grad or (bias is not None and bias.requires_grad)
-        if (counts and scales._version != written) or (gradient and torch.is_grad_enabled()):
+        if sum([b._version for b in counted]) != written or (gradient and torch.is_grad_enabled()):
             packed.memo.pop(key, None)
             return linear(x, packed, bias, out_dtype=out_dtype)
         out = torch.empty(shape, dtype=torch_dtype)
@@ -419,7 +419,7 @@ def _dtype_name(a: Array) -> str:
 def _contiguous(x: Array) -> Array:
     """Row-major, in this machine's order of bytes, and not a view that torch negates when it is read."""
     if is_torch(x):
-        return x.resolve_neg() if x.is_contiguous() else x.contiguous()
+        return x.resolve_neg().contiguous()
     return np.ascontiguousarray(x, x.dtype.newbyteorder("="))
 
 

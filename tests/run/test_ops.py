@@ -81,6 +81,14 @@ class TestRemembered:
         packed.buffers()["scales"].fill_(0x7F)
         assert hb.linear(x, packed).isnan().all()
 
+    def test_a_pre_scale_that_is_written_to(self):
+        pre = torch.full((64,), 2.0, dtype=torch.bfloat16)
+        packed = hb.pack(weight().torch().replace(pre_scale=pre.clone()))
+        x = torch.from_numpy(activations(1, 64))
+        twice = hb.linear(x, packed)
+        packed.buffers()["pre_scale"].fill_(1.0)
+        assert torch.equal(hb.linear(x, packed) * 2, twice)
+
     def test_a_buffer_that_moves(self):
         packed, x = hb.pack(weight()).to("cpu"), torch.from_numpy(activations(1, 64))
         expected = hb.linear(x, packed)

@@ -211,9 +211,8 @@ def check_kind(layout: Layout) -> None:
 
 
 def version_of(weight: Packed) -> int:
-    """How often torch has written to the buffer of block scales, as far as it counts that."""
-    scales: Any = weight.buffers().get("scales")
-    return int(scales._version) if is_torch(scales) and not scales.is_inference() else 0
+    """How often torch has written to the buffers of a weight, as far as it counts that."""
+    return sum(int(b._version) for b in weight.buffers().values() if is_torch(b) and not b.is_inference())
 
 
 def odd_scales(weight: Packed) -> bool:
