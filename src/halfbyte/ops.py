@@ -519,7 +519,8 @@ def _linear_int8(x: Array, w: Packed | Weight | Int8Weight, bias: Array | None, 
         if not k:
             out[...] = 0 if bias is None else bias
         elif call.rows and n:
-            kernel.run(Int8Args(x=_contiguous(x.reshape(call.rows, k)), weight=_twin_of(held), bias=bias, out=out))
+            added = None if bias is None else _contiguous(bias)
+            kernel.run(Int8Args(x=_contiguous(x.reshape(call.rows, k)), weight=_twin_of(held), bias=added, out=out))
         return out.reshape(*lead, n)
 
     if is_torch(x) and _wants_gradient(x, bias):

@@ -51,6 +51,8 @@ class TestRemembered:
         expected = hb.linear(x, packed, b)
         for _ in range(2):
             assert np.array_equal(hb.linear(x.astype(">f4"), packed, b.astype(">f4")), expected)
+        rounded = hb.linear(x, packed, b, precision="int8")
+        assert np.array_equal(hb.linear(x.astype(">f4"), packed, b.astype(">f4"), precision="int8"), rounded)
 
     def test_a_negated_view(self):
         packed, x = hb.pack(weight()).to("cpu"), torch.from_numpy(activations(1, 64))
