@@ -16,13 +16,53 @@ from contextlib import nullcontext
 from typing import Any, Final
 
 from halfbyte.errors import UnavailableError, UsageError
+from halfbyte.kernels.base import ALIGNED, Call, why_not_torch
+from halfbyte.layouts.cuda import missing
 
 KNOWN: Final = ("3.6", "3.8")
 """Versions of Triton whose launcher is called directly."""
 
+GLUON: Final = ((3, 6), (3, 8))
+"""Oldest and newest Triton with which kernels in Gluon are tested: its names change."""
+
 _log = logging.getLogger("halfbyte")
 _lock: Final = threading.RLock()
 _programs: Final[dict[Any, Program]] = {}
+
+
+def why_not(call: Call, *, least: int = 80, most: int | None = None, gluon: bool = False) -> tuple[str, ...]:
+    """What keeps every kernel for NVIDIA GPUs from a call.
+
+    Args:
+        call: what is asked for.
+        least: the compute capability that a kernel needs, 90 for sm_90.
+        most: the last one that it runs on.
+        gluon: it is written in Gluon.
+    """
+    if call.device != "cuda":
+        return (f"runs on NVIDIA GPUs, not on {call.device}", *why_not_torch(call.library))
+    reasons = list(why_not_torch(call.library))
+    if not call.capability:
+        reasons.append("needs an NVIDIA GPU, and torch sees none")
+    elif not least <= call.capability <= (most or call.capability):
+        span = f"sm_{least} or later" if most is None else f"sm_{least}" + (f" to sm_{most}" if most > least else "")
+        reasons.append(f"is for {span}, not sm_{call.capability}")
+    if not call.aligned:
+        reasons.append(f"takes codes and scales that begin at multiples of {ALIGNED} bytes; clone the buffers")
+    lacking = missing() or (untested() if gluon else None)
+    return (*reasons, lacking) if lacking else tuple(reasons)
+
+
+@functools.cache
+def untested() -> str | None:
+    """Why no kernel in Gluon runs with this Triton; None where they are tested with it."""
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    if GLUON[0] <= (int(major), int(minor)) <= GLUON[1]:
+        return None
+    oldest, newest = (".".join(map(str, version)) for version in GLUON)
+    return f"Gluon is tested with Triton {oldest} to {newest}, not {triton.__version__}"
 
 
 class Program:
