@@ -285,20 +285,22 @@ def _shifted(flat: Array, shifts: Sequence[tuple[int, int]]) -> Array:
     if not shifts:
         return flat
     if not is_torch(flat):
-        words = np.ascontiguousarray(flat).view("<u4")
-        moved = np.zeros_like(words)
-        for shift, mask in shifts:
-            moved |= (words << shift if shift >= 0 else words >> -shift) & np.uint32(mask)
-        return moved.view(np.uint8)
+        words: Any = np.ascontiguousarray(flat).view("<u4")
+        return _or(words, shifts).view(np.uint8)
     import torch
 
-    line = flat.reshape(-1)
+    line: Any = flat.reshape(-1)
     words = (line.clone() if line.storage_offset() % 4 or line.stride() != (1,) else line).view(torch.int32)
-    moved = torch.zeros_like(words)
-    for shift, mask in shifts:  # a shift to the right copies the sign, which no mask keeps
-        signed = mask - (mask >> 31 << 32)
-        moved |= (words << shift if shift >= 0 else words >> -shift) & signed
-    return moved.view(torch.uint8).reshape(flat.shape)
+    signed = [(shift, mask - (mask >> 31 << 32)) for shift, mask in shifts]
+    return _or(words, signed).view(torch.uint8).reshape(flat.shape)
+
+
+def _or(words: Any, shifts: Sequence[tuple[int, int]]) -> Any:
+    """One to the right may copy the sign, which no mask keeps."""
+    moved = words & 0
+    for shift, mask in shifts:
+        moved |= (words << shift if shift >= 0 else words >> -shift) & mask
+    return moved
 
 
 def _unpack(packed: Array) -> Array:

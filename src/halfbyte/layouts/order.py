@@ -128,7 +128,7 @@ class Order:
         if sizes[last] % 2:
             return None
         sizes[last] //= 2
-        return Order(self.pattern, **sizes)
+        return Order(self.pattern, bits=(), **sizes)
 
     def shifts(self, back: bool = False) -> tuple[tuple[int, int], ...]:
         """(shift, mask) of what moves the bits of a word to their places, or back: the OR of ``word << shift & mask``.
