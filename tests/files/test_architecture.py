@@ -99,9 +99,10 @@ CHAINS = {
     "kernels.cpu": {
         "exact": {"product_code"},
         "int8": {"exact", "int8_code"},
-        "int8_code": {"vectors"},
+        "int8_code": {"scalars", "vectors"},
         "panels": {"exact"},
-        "product_code": {"tiles", "vectors"},
+        "product_code": {"scalars", "tiles", "vectors"},
+        "scalars": {"vectors"},
         "tiles": {"vectors"},
     },
     "recipes": {"base": {"blocks_code"}, "rtn": {"base", "blocks_code"}},
