@@ -14,7 +14,7 @@ import torch
 import moves
 from contract import MX_VARIANTS, VARIANTS, fitting
 from halfbyte.errors import LayoutError
-from halfbyte.layouts import LAYOUTS, Columns, Marlin, NPacked, Order, Rows, cuda
+from halfbyte.layouts import LAYOUTS, Columns, Fragments, Marlin, NPacked, Order, Rows, cuda
 from halfbyte.layouts.executors import arrange, arrange_codes, executor, restore, restore_codes
 from helpers import assert_same_bytes, random_mxfp4, random_weight
 
@@ -59,6 +59,12 @@ def test_as_numpy_in_the_interpreter():
         (Order("n k -> n -k"), (4, 32), False, "digit k has no size and runs backwards"),
         (NPacked().codes, (3, 16), True, "pairs of codes are not whole bytes, by digits of n=3, k=16"),
         (NPacked().codes, (0, 16), True, "nothing moves"),
+        (
+            Order("(n a) (k b) -> n b k a", bits=moves.BITS, a=2, b=4),
+            (2, 24),
+            True,
+            "words of 4 codes, where the bits of 8 move",
+        ),
         (Rows().codes, (4, 16), True, "nothing moves"),
         (NPacked().codes, (2**20, 2**16, 2**10), True, "more tiles than a launch takes"),
     ],
@@ -182,19 +188,22 @@ def resources(kernel, folder):
 STATEMENTS = list(
     {
         (order, codes, layout.grid((14336, 4096), "codes" if codes else "scales")): None
-        for layout in LAYOUTS
+        for layout in (*LAYOUTS, Fragments("float16"))
         for order, codes in ((layout.codes, True), (layout.scales, False))
     }
 )
 CASES = [(statement, back) for statement in STATEMENTS for back in (False, True)]
 COMPILED = [(ARCHITECTURES[i % len(ARCHITECTURES)], *case) for i, case in enumerate(CASES)]
-COMPILED += [(sm, case, back) for sm in ARCHITECTURES for case in STATEMENTS[-1:] for back in (False, True)]
+COMPILED += [(sm, case, back) for sm in ARCHITECTURES for case in STATEMENTS if case[0].bits for back in (False, True)]
 
 
 @needs_triton
 @pytest.mark.parametrize("start", range(4))
 def test_compiles_without_a_gpu(start, tmp_path):
-    """Every statement, both ways: vectors of 16 bytes at both ends, nothing spilled, little shared memory."""
+    """Every statement, both ways: vectors of 16 bytes at both ends, nothing spilled, little shared memory.
+
+    Of fragments' codes, two vectors of 8 bytes lie in turn on one side.
+    """
     for capability, (order, codes, shape), back in COMPILED[start::4]:
         kernel = compiled_for(capability, order, codes, shape, back)
         used = resources(kernel, tmp_path)
@@ -202,5 +211,6 @@ def test_compiles_without_a_gpu(start, tmp_path):
         assert used["REG"] <= 128, (capability, order, back)
         assert kernel.metadata.shared <= 48 << 10, (capability, order, back)
         accesses = re.findall(r"(?:ld|st)\.global\.\S+", kernel.asm["ptx"])
-        assert {access.split(".", 2)[2] for access in accesses} <= {"v2.b64", "v4.b32"}, (capability, order, back)
+        wide = {"v2.b64", "v4.b32"} | ({"b64"} if order.bits else set())
+        assert {access.split(".", 2)[2] for access in accesses} <= wide, (capability, order, back)
         assert len(accesses) >= 2

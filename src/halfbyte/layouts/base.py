@@ -22,6 +22,7 @@ from halfbyte.layouts.executors import (
     arrange,
     arrange_codes,
     arrange_compiled,
+    as_words,
     choose,
     executor,
     in_records,
@@ -404,10 +405,12 @@ def _wrong_scales(kind: Kind, scales: Array) -> dict[str, Array]:
 def _without_zero_blocks(weight: Packable) -> Array:
     """The codes, 0 in blocks whose scale is 0."""
     zero = weight.scales == 0
-    if not bool(zero.any()):
+    asked = not is_torch(zero) or not zero.is_cuda  # an answer from a GPU is later than the words
+    if asked and not bool(zero.any()):
         return weight.codes
-    blocks = weight.codes.reshape(*zero.shape, weight.codes.shape[-1] // zero.shape[-1])
-    return (blocks * ~zero[..., None]).reshape(weight.codes.shape)
+    words = as_words(weight.codes, 8)
+    kept = words.reshape(*zero.shape, words.shape[0] // max(1, prod(zero.shape))) * ~zero[..., None]
+    return kept.reshape(-1).view(weight.codes.dtype).reshape(weight.codes.shape)
 
 
 def first_true(bad: Array) -> list[int]:
