@@ -89,8 +89,8 @@ def test_fragments_as_numpy():
     odd = line[1:].view(weight.codes.shape)
     for layout in (Fragments(), Fragments("float16")):
         numpy = layout.pack(weight)
-        for given in (weight.torch(), weight.torch().replace(codes=odd)):
-            packed = layout.pack(given)
+        for one in (weight.torch(), weight.torch().replace(codes=odd)):
+            packed = layout.pack(one)
             for name, buffer in numpy.buffers().items():
                 assert_same_bytes(packed.buffers()[name], buffer)
             assert packed.unpack().numpy().same(numpy.unpack())
@@ -108,12 +108,12 @@ def test_scales_that_fragments_cannot_have():
         for packed in (valid, valid.to("cpu")):
             buffers = packed.buffers()
             buffers["scales"] = buffers["scales"] * 0 + stored
-            given = Packed(layout, packed.shape, buffers)
+            changed = Packed(layout, packed.shape, buffers)
             if stored in read:
-                assert (given.unpack().scales == read[stored]).all()
+                assert (changed.unpack().scales == read[stored]).all()
                 continue
             with pytest.raises(LayoutError) as caught:
-                given.unpack()
+                changed.unpack()
             assert str(caught.value) == (
                 f"the stored block scale at [0, 0] is no positive E4M3 number: got byte {stored:02X}"
             )

@@ -136,7 +136,7 @@ def choose(order: Order, shape: tuple[int, ...], codes: bool, record: Record | N
 
 
 def _is_compiled(order: Order, a: Any, shape: Sequence[int], codes: bool) -> bool:
-    if is_torch(a) or a.dtype.itemsize != 1 or order.bits:
+    if is_torch(a) or a.dtype.itemsize != 1:
         return False
     size = prod(shape) // (2 if codes else 1)
     return size >= SMALL and choose(order, tuple(shape), codes, None, size).name != "numpy"
@@ -157,7 +157,8 @@ def _move(order: Order, shape: tuple[int, int], codes: bool, record: Record | No
         first, second = in_records(record, 8 // bits, first, second)
     rows = compiled.Places(np.arange(shape[0]) * shape[1], np.arange(shape[1]))
     memory = compiled.Places(first, second)
-    return compiled.Move(bits, memory, rows) if back else compiled.Move(bits, rows, memory)
+    words = compiled.Words(order.bits, order.shifts(back), back) if codes and order.bits else None
+    return compiled.Move(bits, memory, rows, words) if back else compiled.Move(bits, rows, memory, words)
 
 
 def in_records(record: Record, steps: int, first: Any, second: Any) -> tuple[Any, Any]:
