@@ -33,6 +33,7 @@ from benchmarks.gpu_subjects import Candidate, Result, Weights
 from benchmarks.gpu_timing import Timed
 from benchmarks.timing import Figure, Row
 from halfbyte.kernels import KERNELS, LinearArgs
+from halfbyte.kernels.cuda.ceilings import CEILINGS
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = 5
@@ -47,7 +48,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, gpu: str, lines: gpu_report.Lines) -> None:
         self.options, self.lines, self.device = options, lines, options.device
-        self.ceilings = gpu_bounds.CEILINGS.get(gpu)
+        self.gpu, self.ceiling = gpu, CEILINGS.get(gpu)
         self.rows: list[Row] = []
         self.probed: tuple[Any, ...] = ()
         torch.manual_seed(0)
@@ -72,25 +73,25 @@ class Bench:
 
         if not self.probed:
             matrices = (torch.randn(PROBE_SIDE, PROBE_SIDE, device="cuda").bfloat16() for _ in range(3))
-            self.probed = torch.zeros(PROBE_WORDS, dtype=torch.int32, device="cuda"), *matrices
+            self.probed = torch.empty(PROBE_WORDS, dtype=torch.int32, device="cuda").random_(), *matrices
         memory, a, b, out = self.probed
-        read, matrix = (self.ceilings.read_probe, self.ceilings.matrix_probe) if self.ceilings else (None, None)
-        self._probe("read", "GB/s", 4e-9 * PROBE_WORDS, lambda: gpu_probe.read(memory), read and read * 1e-9)
-        flops = 2e-12 * PROBE_SIDE**3
-        self._probe("matrix", "TFLOP/s", flops, lambda: torch.mm(a, b, out=out), matrix and matrix * 1e-12)
+        read, matrix = gpu_bounds.PROBES.get(self.gpu, (None, None))
+        self._probe("read", "GB/s", 1e9, 4 * PROBE_WORDS, lambda: gpu_probe.read(memory), read)
+        self._probe("matrix", "TFLOP/s", 1e12, 2 * PROBE_SIDE**3, lambda: torch.mm(a, b, out=out), matrix)
 
-    def _probe(self, name: str, unit: str, work: float, call: Callable[[], Any], wanted: float | None) -> None:
+    def _probe(
+        self, name: str, unit: str, of: float, work: float, call: Callable[[], Any], reference: float | None
+    ) -> None:
         call()
         torch.cuda.synchronize()
         time.sleep(4 * REST)
         seconds = gpu_timing.elapsed("cuda", call, 10) / 10
-        off = wanted is not None and gpu_bounds.is_off(work / seconds, wanted)
-        self.say(Row("probe", name, seconds, figures=(Figure(unit, work / seconds),), facts={"off": off}))
-        said = f"{name} probe {work / seconds:.0f} {unit}"
-        said += (
-            f", {work / seconds / wanted:.2f} of its reference{' MARKED: too far off' if off else ''}" if wanted else ""
-        )
-        print(said, flush=True)
+        rate, beside, off = work / seconds, "", False
+        if reference:
+            off = gpu_bounds.is_off(rate, reference)
+            beside = f", {rate / reference:.2f} of its reference{' MARKED: too far off' if off else ''}"
+        self.say(Row("probe", name, seconds, figures=(Figure(unit, rate / of),), facts={"off": off}))
+        print(f"{name} probe {rate / of:.0f} {unit}{beside}", flush=True)
 
     def shape(self, n: int, k: int) -> None:
         """All products with weights of a shape."""
@@ -98,7 +99,7 @@ class Bench:
         weights = Weights(n, k, self.options.megabytes, self.device)
         whole = weights.whole()
         for rows in self.options.rows:
-            case = Case(n, k, rows, self.options.dtype, self.ceilings)
+            case = Case(n, k, rows, self.options.dtype, self.ceiling)
             try:
                 said = self.products(case, weights, whole)
             except torch.OutOfMemoryError as error:
@@ -163,7 +164,7 @@ class Bench:
         with torch.inference_mode():
             seconds = gpu_timing.host_seconds(lambda: hb.linear(x, packed))
             other = gpu_timing.host_seconds(lambda: torch.mm(x, dense.t(), out=out))
-        bound = gpu_bounds.HOST_MICROSECONDS if self.ceilings else (None, None)
+        bound = gpu_bounds.HOST_MICROSECONDS if self.ceiling else (None, None)
         figures = (
             Figure("us of the host", seconds * 1e6, *bound, least=False),
             Figure("us of torch.mm", other * 1e6),
@@ -178,7 +179,7 @@ class Bench:
         weight, key = Weights(n, k, 1, self.device).weight, gpu_subjects.LAYOUTS[0].format(dtype=self.options.dtype)
         nbytes = hb.pack(weight, key).nbytes + n * k * 9 // 16
         taken = sorted(gpu_timing.elapsed(self.device, lambda: hb.pack(weight, key), 1) for _ in range(2 * ROUNDS))
-        bound = gpu_bounds.PACK_GIGABYTES if self.ceilings else (None, None)
+        bound = gpu_bounds.PACK_GIGABYTES if self.ceiling else (None, None)
         figure = Figure("GB/s", nbytes / taken[ROUNDS] * 1e-9, *bound)
         return Row(f"pack {n}x{k}", key, taken[ROUNDS], taken[0], (figure,))
 

@@ -1,10 +1,12 @@
-"""What a GPU can reach at best, and what the kernels must: numbers that stay the same from run to run."""
+"""What is measured on a GPU, and what the kernels must reach there."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
+
+from halfbyte.kernels.base import Cost
+from halfbyte.kernels.cuda.ceilings import Ceiling
 
 SHAPES: Final = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672), (248077, 4096))
 QUICK_SHAPES: Final = ((4096, 4096), (14336, 4096), (28672, 8192), (248077, 4096))
@@ -15,27 +17,8 @@ WHOLE: Final[Mapping[int, int]] = {248077: 248064}
 """N -> the same without its ragged end, which peers take."""
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """Of one GPU.
-
-    Args:
-        launch: seconds that a kernel takes beside its bytes.
-        read: bytes a second.
-        matrix: bf16 operations a second.
-        read_probe: bytes a second of a good run's read probe.
-        matrix_probe: operations a second of a good run's matrix probe.
-    """
-
-    launch: float
-    read: float
-    matrix: float
-    read_probe: float
-    matrix_probe: float
-
-
-CEILINGS: Final[Mapping[str, Ceilings]] = {"NVIDIA H200": Ceilings(1.3e-6, 4.6e12, 783e12, 4.54e12, 783e12)}
-"""By torch's name of the GPU. The first two are a fit to reads of 9 to 572 MB, back to back in a graph."""
+PROBES: Final[Mapping[str, tuple[float, float]]] = {"NVIDIA H200": (4.54e12, 783e12)}
+"""By torch's name of the GPU, in a good run: bytes a second of the read probe, operations a second of the other."""
 
 PROBE_OFF: Final = 0.08
 """How far a probe may be off its reference; figures of a run where one is further are marked."""
@@ -46,9 +29,9 @@ def moved(n: int, k: int, rows: int) -> int:
     return n * k // 2 + n * k // 16 + 4 + 2 * rows * (n + k)
 
 
-def ideal(ceilings: Ceilings, n: int, k: int, rows: int) -> float:
-    """The seconds of a product at the ceilings."""
-    return max(ceilings.launch + moved(n, k, rows) / ceilings.read, 2 * rows * n * k / ceilings.matrix)
+def ideal(ceiling: Ceiling, n: int, k: int, rows: int) -> float:
+    """The seconds of a product at the GPU's ceilings, which stay the same from run to run."""
+    return ceiling.seconds(Cost(bytes=moved(n, k, rows), flops=2 * rows * n * k))
 
 
 def is_off(measured: float, reference: float) -> bool:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import gpu_bounds, timing
-from benchmarks.gpu_bounds import Bound, Ceilings
+from benchmarks.gpu_bounds import Bound
 from benchmarks.timing import Figure, Row
+from halfbyte.kernels.cuda.ceilings import Ceiling
 
 Kind = Literal["default", "other", "whole", "peer"]
 """Ours that ``plan`` picks, ours that it does not, the default with a whole N beside a ragged one, and others'."""
@@ -24,23 +25,23 @@ class Case:
     """A product that is measured.
 
     Args:
-        ceilings: of the GPU; None where they are not known, and then nothing has a bound.
+        ceiling: of the GPU; None where it is not known, and then nothing has a bound.
     """
 
     n: int
     k: int
     rows: int
     dtype: str
-    ceilings: Ceilings | None
+    ceiling: Ceiling | None
 
     def __str__(self) -> str:
         return f"M={self.rows} {self.n}x{self.k}"
 
     def ideal(self, n: int) -> float | None:
-        return gpu_bounds.ideal(self.ceilings, n, self.k, self.rows) if self.ceilings else None
+        return gpu_bounds.ideal(self.ceiling, n, self.k, self.rows) if self.ceiling else None
 
     def bound(self, of: Bound | None) -> Bound | tuple[None, None]:
-        return of if of and self.ceilings else (None, None)
+        return of if of and self.ceiling else (None, None)
 
 
 @dataclass(frozen=True)

@@ -179,8 +179,7 @@ def kernels(packed: Packed, x: Any, out: Any) -> Iterator[tuple[Kernel[Any, Any]
         return
     for kernel in KERNELS:
         if kernel is picked or (kernel.bundle is LinearArgs and kernel is not TORCH and not kernel.refuse(call)):
-            configure = getattr(kernel, "configure", None)
-            yield kernel, kernel is picked, "" if configure is None else repr(configure(call))
+            yield kernel, kernel is picked, "" if kernel.configure is None else repr(kernel.configure(call))
 
 
 def ours(weights: Weights, x: Any, result: Result) -> list[Candidate]:
@@ -221,7 +220,7 @@ def fp8(weights: Weights, x: Any, result: Result) -> Candidate:
 
     def quantized(a: Any) -> tuple[Any, Any]:
         scale = a.abs().max().float() / torch.finfo(f8).max
-        return (a / scale.to(a.dtype)).to(f8), scale.to(a.dtype).float()
+        return (a / scale).to(f8), scale
 
     held = weights.copies(
         "fp8", lambda: quantized(weights.dense("bfloat16")[0]), weights.n * weights.k, lambda w: (w[0].clone(), w[1])

@@ -13,7 +13,9 @@ from benchmarks import gpu, gpu_bounds, gpu_humming, gpu_report, gpu_subjects, g
 from benchmarks.gpu_report import Case, Measured
 from benchmarks.gpu_subjects import Candidate, Result, Weights
 
-H200 = gpu_bounds.CEILINGS["NVIDIA H200"]
+from halfbyte.kernels.cuda.ceilings import CEILINGS
+
+H200 = CEILINGS["NVIDIA H200"]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
