@@ -18,6 +18,7 @@ from halfbyte.kernels import KERNELS, LinearArgs, select
 from halfbyte.kernels.base import Kernel
 from halfbyte.kernels.reference import TORCH
 from halfbyte.layouts import Packed
+from halfbyte.remembered import _FEW_ROWS
 
 LAYOUTS = ("fragments(dtype={dtype})", "columns(align=128)", "rows")
 """Those that kernels of GPUs read; what is packed in the first is what ``plan`` is asked about."""
@@ -200,7 +201,12 @@ def ours(weights: Weights, x: Any, result: Result) -> list[Candidate]:
 
 
 def _runner(kernel: Kernel[Any, Any], args: list[LinearArgs]) -> Callable[[int], None]:
-    return lambda i: kernel.run(args[i])
+    """As ``linear`` runs it: what is remembered of a weight that is used again, for few tokens."""
+    x, out = args[0].x, args[0].out
+    if kernel.bind is None or len(x) > _FEW_ROWS:
+        return lambda i: kernel.run(args[i])
+    runs = [kernel.bind(one) for one in args]
+    return lambda i: runs[i](x, None, out)
 
 
 def bf16(weights: Weights, x: Any, result: Result) -> Candidate:
