@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from halfbyte import gpu, jit
+from halfbyte import decode_cuda, gpu, jit
 from halfbyte.arrays import cast, float_dtype
 from halfbyte.numerics import BLOCK, Array, decode_e2m1, decode_e4m3, is_torch
 
@@ -28,10 +28,9 @@ def dequantize(codes: Array, scales: Array, scale2: Array, k: int, dtype: Any) -
         if _compiled(arrays, k, values.dtype.name, values.ctypes.data):
             plain = values.view(np.uint16) if values.dtype.name == "bfloat16" else values
             return torch.from_numpy(plain).view(getattr(torch, values.dtype.name))
-    elif is_torch(codes) and _eager(codes, scales, scale2) and codes.device.type == "cuda" and not gpu.missing():
-        from halfbyte import decode_cuda
-
-        return decode_cuda.decode(decode_cuda.ROWS, codes, scales, scale2, (*codes.shape[:-1], k), dtype)
+    elif is_torch(codes) and by_triton(codes, scales, scale2):
+        buffers = {"codes": codes, "scales": scales, "scale2": scale2}
+        return decode_cuda.decode(decode_cuda.ROWS, buffers, (*codes.shape[:-1], k), dtype)
     elif not is_torch(codes) and executor(codes.size * 2) is None:
         values = np.empty((*codes.shape[:-1], k), float_dtype(dtype))
         if _compiled([codes, scales, scale2], k, values.dtype.name, values.ctypes.data):
@@ -59,6 +58,11 @@ def _eager(*tensors: Array) -> bool:
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
         and not torch.compiler.is_compiling()
     )
+
+
+def by_triton(*tensors: Array) -> bool:
+    """Whether Triton decodes these: CUDA tensors that nothing traces or differentiates."""
+    return tensors[0].device.type == "cuda" and _eager(*tensors) and gpu.missing() is None
 
 
 def executor(size: int) -> str | None:

@@ -6,7 +6,7 @@ A thread loads words of eight codes and writes 16 bytes of a row: from ``rows``,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -50,63 +50,62 @@ def fragments(dtype: str, steps: Sequence[Sequence[tuple[int, int]]], scale: tup
     return Form(1, 512, 2048, 16, 1 if dtype == "bfloat16" else 2, tuple(flat), scale)
 
 
-def decode(
-    form: Form,
-    codes: Array,
-    scales: Array,
-    scale2: Array,
-    shape: Sequence[int],
-    dtype: Any,
-    ids: Array | None = None,
-) -> Array:
-    """The values of a weight (*E, N, K), or of the rows of one of (N, K) that ids name; in f32, rounded once.
+def decode(form: Form, buffers: Mapping[str, Array], shape: Sequence[int], dtype: Any) -> Array:
+    """The values of a weight, (*E, N, K), in f32 and rounded once; arguments as of ``decode_into``.
 
     Args:
-        form: of the codes and scales.
-        codes: u8.
-        scales: u8.
-        scale2: (*E, 1 or N, 1) f32.
-        shape: of the weight.
         dtype: "float32", "bfloat16" or "float16" of the result.
-        ids: i32 or i64 of any shape; those that name no row give rows of NaN. All are trusted to be on one device.
+    """
+    import torch
 
-    Returns:
-        (*E, N, K) or (*ids.shape, K).
+    out = torch.empty(tuple(shape), dtype=getattr(torch, float_dtype(dtype).name), device=buffers["codes"].device)
+    decode_into(out, form, buffers, shape)
+    return out
+
+
+def decode_into(
+    out: Array, form: Form, buffers: Mapping[str, Array], shape: Sequence[int], ids: Array | None = None
+) -> None:
+    """Decode a weight, or the rows that ids name; all arrays lie on one device.
+
+    Args:
+        out: (*E, N, K), or (M, K) with ids; contiguous. It is written.
+        form: of codes and scales.
+        buffers: "codes" and "scales" u8, "scale2" f32 (*E, 1 or N, 1).
+        shape: of the weight, (*E, N, K), or (N, K) with ids.
+        ids: (M,) i32 or i64; one that names no row gives NaN.
     """
     import torch
 
     from halfbyte.decode_cuda_code import decode as kernel
 
     *experts, n, k = shape
-    lead = (*experts, n) if ids is None else tuple(ids.shape)
-    named = getattr(torch, float_dtype(dtype).name)
-    interpreted = not codes.is_cuda  # by Triton's interpreter, which truncates to bfloat16
-    out = torch.empty((*lead, k), dtype=torch.float32 if interpreted else named, device=codes.device)
-    count = prod(lead)
-    if n == 0:
+    if not n:
         out.fill_(float("nan"))
-    elif out.numel():
-        values = min(form.most, max(_FEWEST, 1 << (k - 1).bit_length()))
-        rows = form.rows if ids is None else 1
-        with gpu.device_of(codes):
-            kernel[(-(-count // rows) * -(-k // values),)](
-                *(_aligned(codes).view(torch.int32), scales.contiguous(), scale2.contiguous()),
-                *(scale2 if ids is None else ids.contiguous(), out, count, n, k),
-                LAYOUT=form.layout,
-                LOOKUP=ids is not None,
-                EXPERTS=prod(experts) > 1,
-                PER_ROW=scale2.shape[-2] != 1,
-                EACH=rows,
-                VALUES=values,
-                KIND=form.kind,
-                STEPS=form.steps,
-                SCALE=form.scale,
-                num_warps=max(1, values // form.values),
-                enable_fp_fusion=True,
-            )
-    return out.to(named)
-
-
-def _aligned(codes: Array) -> Array:
-    codes = codes.contiguous()
-    return codes.clone() if codes.data_ptr() % _ALIGNED else codes
+    if not (n and out.numel()):
+        return
+    if out.dtype == torch.bfloat16 and not out.is_cuda:  # Triton's interpreter would truncate
+        exact = torch.empty_like(out, dtype=torch.float32)
+        decode_into(exact, form, buffers, shape, ids)
+        out.copy_(exact)
+        return
+    codes, scales, scale2 = (buffers[name].contiguous() for name in ("codes", "scales", "scale2"))
+    if codes.data_ptr() % _ALIGNED:
+        codes = codes.clone()
+    count, rows = out.numel() // k, form.rows if ids is None else 1
+    values = min(form.most, max(_FEWEST, 1 << (k - 1).bit_length()))
+    with gpu.device_of(out):
+        kernel[(-(-count // rows) * -(-k // values),)](
+            *(codes.view(torch.int32), scales, scale2, scale2 if ids is None else ids, out, count, n, k),
+            LAYOUT=form.layout,
+            LOOKUP=ids is not None,
+            EXPERTS=prod(experts) > 1,
+            PER_ROW=scale2.shape[-2] != 1,
+            EACH=rows,
+            VALUES=values,
+            KIND=form.kind,
+            STEPS=form.steps,
+            SCALE=form.scale,
+            num_warps=max(1, values // form.values),
+            enable_fp_fusion=True,
+        )
