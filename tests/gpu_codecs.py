@@ -1,15 +1,21 @@
 """What quantizes, decodes and looks up CUDA tensors against NumPy; as a script, on the CPU, in Triton's interpreter.
 
-TRITON_INTERPRET=1 python -m gpu_codecs
+TRITON_INTERPRET=1 python -m gpu_codecs quantize views dequantize every_code embedding
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 
 from halfbyte import decode_cuda
@@ -23,6 +29,8 @@ from halfbyte.recipes.base import LIKES, finite_amax_numpy
 from halfbyte.weight import Weight, float_dtype, to_numpy, to_torch
 from helpers import assert_same_bytes, random_weight
 
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
 DTYPES = ("float32", "bfloat16", "float16")
 CUTS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
 """Between two codes each: ties, that go to the even one."""
@@ -149,9 +157,9 @@ def as_matrix(weight: Weight, layout: Any, device: str) -> dict[str, Any]:
 
 def check_every_code(device: str) -> None:
     """Every code with every block scale, NaN and negative ones too, and scale2 of all sizes."""
-    codes = np.tile(np.frombuffer(bytes.fromhex("1032547698badcfe"), np.uint8), (256, 1))
+    codes = np.tile(np.frombuffer(bytes.fromhex("1032547698badcfe"), np.uint8), (16, 16))
     for scale2 in (1.0, -3e-3, 2.0**-149, 3e38, np.inf, np.nan):
-        weight = Weight(codes=codes, scales=np.arange(256, dtype=np.uint8)[:, None], scale2=scale2)
+        weight = Weight(codes=codes, scales=np.arange(256, dtype=np.uint8).reshape(16, 16), scale2=scale2)
         moved = weight.torch(device)
         buffers = {"codes": moved.codes, "scales": moved.scales, "scale2": moved.scale2}
         for dtype in DTYPES[:2] if scale2 == 3e38 else DTYPES[:1]:
@@ -171,7 +179,10 @@ def check_embedding(device: str) -> int:
             packed = layout.pack(weight)
             expected = packed.unpack().dequantize("bfloat16")
             moved = packed.to(device)
-            for ids in (np.array([0, 36, 5, 5, 20, 12], np.int32), np.array([3, -1, 37, 2**40 + 3, -(2**40)], np.int64)):
+            for ids in (
+                np.array([0, 36, 5, 5, 20, 12], np.int32),
+                np.array([3, -1, 37, 2**40 + 3, -(2**40)], np.int64),
+            ):
                 out = torch.empty(len(ids), k, dtype=torch.bfloat16, device=device)
                 embedding.launch(EmbeddingArgs(ids=to_torch(ids, device), weight=moved, out=out))
                 there = (ids >= 0) & (ids < 37)
@@ -181,7 +192,22 @@ def check_embedding(device: str) -> int:
     return count
 
 
+def interpreted(*checks: str) -> list[str]:
+    """What a process prints that runs some of these checks in Triton's interpreter."""
+    tests = Path(__file__).parent
+    paths = [str(tests.parent / "src"), str(tests), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    done = subprocess.run(
+        [sys.executable, "-m", "gpu_codecs", *checks],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.split()
+
+
 if __name__ == "__main__":
-    check_views("cpu")
-    check_every_code("cpu")
-    print(check_quantize("cpu"), check_dequantize("cpu"), check_embedding("cpu"))
+    for check in sys.argv[1:]:
+        print(globals()[f"check_{check}"]("cpu"))

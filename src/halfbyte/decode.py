@@ -1,6 +1,6 @@
 """NVFP4 decoded: by NumPy or torch, which are the truth, or by code that Numba or Triton compiles, to the same bytes.
 
-NaN is NaN, whichever decodes it; the other bits of a NaN are NumPy's where Numba decodes, and the GPU's where Triton does.
+The bits of a NaN are the GPU's own where Triton decodes.
 """
 
 from __future__ import annotations

@@ -92,20 +92,27 @@ def decode_into(
     codes, scales, scale2 = (buffers[name].contiguous() for name in ("codes", "scales", "scale2"))
     if codes.data_ptr() % _ALIGNED:
         codes = codes.clone()
-    count, rows = out.numel() // k, form.rows if ids is None else 1
-    values = min(form.most, max(_FEWEST, 1 << (k - 1).bit_length()))
+    fixed = constants(form, k, lookup=ids is not None, experts=prod(experts) > 1, per_row=scale2.shape[-2] != 1)
+    programs = -(-out.numel() // k // fixed["EACH"]) * -(-k // fixed["VALUES"])
     with gpu.device_of(out):
-        kernel[(-(-count // rows) * -(-k // values),)](
-            *(codes.view(torch.int32), scales, scale2, scale2 if ids is None else ids, out, count, n, k),
-            LAYOUT=form.layout,
-            LOOKUP=ids is not None,
-            EXPERTS=prod(experts) > 1,
-            PER_ROW=scale2.shape[-2] != 1,
-            EACH=rows,
-            VALUES=values,
-            KIND=form.kind,
-            STEPS=form.steps,
-            SCALE=form.scale,
-            num_warps=max(1, values // form.values),
+        kernel[(programs,)](
+            *(codes.view(torch.int32), scales, scale2, scale2 if ids is None else ids, out, out.numel() // k, n, k),
+            **fixed,
+            num_warps=max(1, fixed["VALUES"] // form.values),
             enable_fp_fusion=True,
         )
+
+
+def constants(form: Form, k: int, *, lookup: bool, experts: bool, per_row: bool) -> dict[str, Any]:
+    """Those of the kernel by name, for rows of ``k`` values; ``per_row`` if each has a scale2 of its own."""
+    return {
+        "LAYOUT": form.layout,
+        "LOOKUP": lookup,
+        "EXPERTS": experts,
+        "PER_ROW": per_row,
+        "EACH": 1 if lookup else form.rows,
+        "VALUES": min(form.most, max(_FEWEST, 1 << (k - 1).bit_length())),
+        "KIND": form.kind,
+        "STEPS": form.steps,
+        "SCALE": form.scale,
+    }

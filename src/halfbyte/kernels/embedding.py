@@ -16,9 +16,11 @@ from typing import Any, ClassVar
 from halfbyte.arrays import dtype_name, float_dtype
 from halfbyte.errors import UsageError
 from halfbyte.kernels.base import (
+    Call,
     Cost,
     Kernel,
     Library,
+    capability_of,
     check_kind,
     device_of,
     library_of,
@@ -27,7 +29,7 @@ from halfbyte.kernels.base import (
     why_not_numpy,
     why_not_torch,
 )
-from halfbyte.layouts import Layout, Packed, Rows
+from halfbyte.layouts import Packed, Rows
 from halfbyte.numerics import BLOCK, Array
 from halfbyte.weight import Weight
 
@@ -35,39 +37,24 @@ DTYPES = ("int32", "int64")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingCall:
-    """All that decides which kernel looks rows up; no arrays.
+class EmbeddingCall(Call):
+    """All that decides which kernel looks rows up: as for ``linear``, where ``dtype`` is that of the numbers.
 
     Args:
         op: "embedding".
-        layout: where the weight's bytes are.
-        shape: (*E, N, K) of the weight, K without padding.
-        per_row: scale2 differs by row.
-        pre_scale: the weight has a vector for activations.
         rows: M, how many numbers there are.
-        dtype: of the numbers, "int32" or "int64".
-        out_dtype: of the result, "float32", "bfloat16" or "float16".
-        device: "cpu", "cuda", ...
-        library: that of all arrays.
+        dtype: "int32" or "int64".
+        bias: there is none.
     """
 
     op: str = "embedding"
-    layout: Layout
-    shape: tuple[int, ...]
-    per_row: bool
-    pre_scale: bool
-    rows: int
-    dtype: str
-    out_dtype: str
-    device: str
-    library: Library
+    bias: bool = False
 
     @staticmethod
-    def on(
-        weight: Packed, *, rows: int, dtype: str, out_dtype: str, device: str, library: Library
+    def of(
+        weight: Packed, *, rows: int, dtype: str, out_dtype: str, device: str, library: Library, capability: int = 0
     ) -> EmbeddingCall:
         """The call on a weight; UsageError where it is not NVFP4."""
-        check_kind(weight.layout)
         buffers = weight.buffers()
         return EmbeddingCall(
             layout=weight.layout,
@@ -79,12 +66,7 @@ class EmbeddingCall:
             out_dtype=out_dtype,
             device=device,
             library=library,
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"{self.op} with layout {self.layout.key}, shape {self.shape}, M={self.rows}, {self.dtype} to "
-            f"{self.out_dtype}, {self.library} on {self.device}"
+            capability=capability,
         )
 
 
@@ -116,13 +98,14 @@ class EmbeddingArgs:
 
     def call(self) -> EmbeddingCall:
         """What decides which kernel runs on these arrays."""
-        return EmbeddingCall.on(
+        return EmbeddingCall.of(
             self.weight,
             rows=self.ids.shape[0],
             dtype=dtype_name(self.ids.dtype),
             out_dtype=dtype_name(self.out.dtype),
             device=device_of(self.ids),
             library=library_of(self.ids),
+            capability=capability_of(self.ids),
         )
 
 

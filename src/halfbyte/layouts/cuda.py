@@ -17,7 +17,7 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 from halfbyte.errors import LayoutError
-from halfbyte.gpu import missing as missing
+from halfbyte.gpu import missing
 from halfbyte.layouts.executors import Executor
 from halfbyte.layouts.order import Order
 

@@ -46,7 +46,9 @@ class _Rows(NamedTuple):
             rows, k = 1, rows * k
         return cls(dense.view(torch.int32 if dense.itemsize == 4 else torch.int16), kind, rows, stride, k)
 
-    def launch(self, kernel: Any, blocks: int, *arrays: Array, numbers: tuple[float, ...] = (), **constants: Any) -> None:
+    def launch(
+        self, kernel: Any, blocks: int, *arrays: Array, numbers: tuple[float, ...] = (), **constants: Any
+    ) -> None:
         """Run one of the two kernels, on so many blocks a program."""
         chunks = -(-self.k // (blocks * BLOCK))
         with gpu.device_of(self.bits):

@@ -6,23 +6,16 @@ row does not depend on the other numbers. The result is the bits of ``dequantize
 
 from __future__ import annotations
 
-from halfbyte import decode_cuda, gpu
-from halfbyte.kernels.base import Kernel, load_torch, why_not_torch
+from halfbyte import decode_cuda
+from halfbyte.kernels.base import Kernel, load_torch
+from halfbyte.kernels.cuda.launch import why_not
 from halfbyte.kernels.embedding import EmbeddingArgs, EmbeddingCall, cost, refuse
 from halfbyte.layouts import Fragments, Rows
 
 
 def _refuse(call: EmbeddingCall) -> tuple[str, ...]:
-    reasons = [*why_not_torch(call.library)]
-    if call.device != "cuda":
-        reasons.append(f"runs on NVIDIA GPUs, not on {call.device}")
-    if not isinstance(call.layout, Rows | Fragments):
-        reasons.append(f"reads the layouts rows and fragments, not {call.layout.key}")
-    reasons.extend(refuse(call))
-    missing = gpu.missing()
-    if missing:
-        reasons.append(missing)
-    return tuple(reasons)
+    wrong = f"reads the layouts rows and fragments, not {call.layout.key}"
+    return (*why_not(call), *(() if isinstance(call.layout, Rows | Fragments) else (wrong,)), *refuse(call))
 
 
 def _load(call: EmbeddingCall) -> None:
