@@ -109,7 +109,7 @@ def decodes(capability):
 
 KERNELS = (
     Kernel("move", moves, {80: Limit(48), 90: Limit(48)}, matrix=False),
-    Kernel("encode", encodes, {80: Limit(80), 90: Limit(80)}, matrix=False),
+    Kernel("encode", encodes, {80: Limit(128), 90: Limit(128)}, matrix=False),
     Kernel("decode", decodes, {80: Limit(40), 90: Limit(40)}, matrix=False),
 )
 

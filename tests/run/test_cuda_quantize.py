@@ -57,7 +57,8 @@ def test_without_triton(monkeypatch):
     dense = torch.ones(2, 16).as_subclass(OnCuda)
     with pytest.raises(QuantizeError) as caught:
         hb.quantize(dense)
-    assert str(caught.value) == f"this quantizer runs on the CPU: {reason}: got cuda; pass dense.cpu()"
+    said = "this quantizer runs on the CPU and, with Triton, on CUDA devices: got cuda; pass dense.cpu(); "
+    assert str(caught.value) == said + reason
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)

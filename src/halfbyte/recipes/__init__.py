@@ -78,10 +78,13 @@ def quantize(
             raise _not_dense(dense)
         if dense.device.type == "cpu":
             return quantize(to_numpy(dense), recipe, like, scale2=scale2, pad=pad).torch()
-        reason = gpu.missing() if dense.device.type == "cuda" else "it has no kernel for this device"
-        if reason:
-            got = str(dense.device)
-            raise QuantizeError(f"this quantizer runs on the CPU: {reason}", got=got, hint="pass dense.cpu()")
+        reason = gpu.missing() if dense.device.type == "cuda" else None
+        if reason or dense.device.type != "cuda":
+            raise QuantizeError(
+                "this quantizer runs on the CPU and, with Triton, on CUDA devices",
+                got=str(dense.device),
+                hint="pass dense.cpu()" + (f"; {reason}" if reason else ""),
+            )
     chosen = recipe_named(recipe)
     if like not in LIKES:
         raise UsageError("unknown peer", got=repr(like), expected=" or ".join(LIKES))
