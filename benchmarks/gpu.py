@@ -141,10 +141,10 @@ class Bench:
                     failed.append(self.failed(str(case), candidate.who, error))
         gpu_timing.in_rounds([timed for _, timed, _ in ready], ROUNDS, REST if case.rows >= HOT_ROWS else 0.0)
         measured = []
-        for candidate, timed, error in ready:
+        for candidate, timed, off in ready:
             facts = {**candidate.facts, "batches": [round(seconds * 1e6, 3) for seconds in timed.seconds]}
             who, kind, n = candidate.who, candidate.kind, candidate.weights.n
-            measured.append(Measured(who, kind, n, timed.median, min(timed.seconds), error, facts))
+            measured.append(Measured(who, kind, n, timed.median, min(timed.seconds), off, facts))
         return [*(self.say(gpu_report.row(case, one, measured)) for one in measured), *failed]
 
     def prepared(self, case: Case, candidate: Candidate, x: Any, result: Result) -> tuple[Timed, float]:
