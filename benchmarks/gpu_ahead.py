@@ -27,14 +27,14 @@ def pack(layout: str, shape: Shape) -> None:
 
 
 def product(layout: str, shape: Shape, name: str, dtype: str, rows: Sequence[int]) -> None:
-    """With each configuration that a kernel has for these numbers of tokens, if it accepts them."""
+    """With what a kernel has for each of these numbers of tokens, if it accepts them."""
     import torch
 
     from halfbyte.kernels import KERNELS, LinearArgs
     from halfbyte.layouts import Packed, parse
 
     (kernel,) = (kernel for kernel in KERNELS if kernel.name == name)
-    how, done = parse(layout), set()
+    how = parse(layout)
     sizes = how.sizes(shape).items()
     buffers = {part: torch.zeros(size, dtype=torch.uint8, device="cuda") for part, size in sizes}
     packed = Packed(how, shape, buffers | {"scale2": torch.ones(1, 1, device="cuda")})
@@ -42,10 +42,7 @@ def product(layout: str, shape: Shape, name: str, dtype: str, rows: Sequence[int
         x = torch.zeros(m, shape[1], dtype=getattr(torch, dtype), device="cuda")
         args = LinearArgs(x=x, weight=packed, bias=None, out=x.new_zeros(m, shape[0]))
         if not kernel.refuse(args.call()):
-            runs = m if kernel.configure is None else kernel.configure(args.call())
-            if runs not in done:
-                kernel.run(args)
-            done.add(runs)
+            kernel.run(args)
     torch.cuda.synchronize()
 
 

@@ -7,6 +7,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from benchmarks import gpu, gpu_bounds, gpu_humming, gpu_report, gpu_subjects, gpu_timing
@@ -17,6 +18,7 @@ from halfbyte.kernels.cuda.ceilings import CEILINGS
 
 H200 = CEILINGS["NVIDIA H200"]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,7 @@ def test_an_unknown_gpu_has_no_bounds():
 def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(gpu_bounds.WHOLE, 136, 128)
     monkeypatch.setattr(gpu_subjects, "CHECKED", 2000)
+    monkeypatch.setenv("HALFBYTE_THREADS", "1")
     out = tmp_path / "results" / "made.jsonl"
     arguments = [
         "--device",
@@ -310,6 +313,29 @@ def test_the_read_probe_reads_by_16_bytes():
     assert code.spills == 0
     (loop,) = code.loops
     assert loop.opcodes["LDG.E.128"] == 8
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_graph_takes_copies_in_turns_and_is_timed():
+    sums = torch.zeros(3, device="cuda")
+    timed = gpu_timing.Timed(lambda i: sums[i].add_(1), 3, 6, "cuda")
+    sums.zero_()
+    timed.replay()
+    assert sums.tolist() == [2, 2, 2]
+    gpu_timing.in_rounds([timed], 2)
+    assert len(timed.seconds) == 2
+    assert all(0 < seconds < 1e-3 for seconds in timed.seconds)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_read_probe_reads_all_words():
+    from benchmarks import gpu_probe
+
+    memory = torch.randint(-(2**31), 2**31 - 1, (37 * gpu_probe.BLOCK,), device="cuda").int()
+    parts = gpu_probe.read(memory).cpu().numpy()
+    assert np.bitwise_xor.reduce(parts) == np.bitwise_xor.reduce(memory.cpu().numpy())
 
 
 def test_all_gpu_tests_are_run():
