@@ -1,7 +1,7 @@
 """The timing protocol of the GPU's figures.
 
 What is compared is captured in CUDA graphs of many launches each, weights in rotation, and the graphs take turns, each
-round in another order. A batch is one replay that is not counted, and then as many as fill 2 ms, between two events. On
+round in another order. A batch is one replay that is not counted, and then as many as fill 3 ms, between two events. On
 a CPU, where the benchmark itself is tried out, calls are made one after another.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-BATCH_SECONDS = 2e-3
-GRAPH_SECONDS = 250e-6
+BATCH_SECONDS = 3e-3
+GRAPH_SECONDS = 1e-3
 """A graph is at least this long, so that its start does not count."""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks import gpu, gpu_bounds, gpu_humming, gpu_report, gpu_subjects, gpu_timing
+from benchmarks import gpu, gpu_ahead, gpu_bounds, gpu_humming, gpu_report, gpu_subjects, gpu_timing
 from benchmarks.gpu_report import Case, Measured
 from benchmarks.gpu_subjects import Candidate, Result, Weights
 
@@ -145,6 +145,24 @@ def test_no_gpu_is_said(monkeypatch):
         gpu.main(["--quick"])
 
 
+def test_a_lost_gpu_ends_the_run_with_what_there_is(tmp_path, monkeypatch):
+    def lost(self):
+        self.say(gpu.Row("M=1 8x16", "some", missing="why"))
+        raise RuntimeError("CUDA error: an illegal memory access\nmore")
+
+    monkeypatch.setattr(gpu.Bench, "run", lost)
+    out = tmp_path / "made.jsonl"
+    with pytest.raises(
+        SystemExit,
+        match=r"not finished: CUDA error: an illegal memory access; rows until here are in .*/made.jsonl.part",
+    ):
+        gpu.main(["--device", "cpu", "--out", str(out)])
+    assert not out.exists()
+    assert [*map(json.loads, out.with_name("made.jsonl.part").read_text().splitlines())][1:] == [
+        {"what": "M=1 8x16", "who": "some", "missing": "why"}
+    ]
+
+
 def test_quick_and_chosen():
     quick = gpu.parsed(["--quick", "--rows", "2"])
     assert (quick.shapes, quick.rows) == (list(gpu_bounds.QUICK_SHAPES), [2])
@@ -219,7 +237,7 @@ def test_a_kernel_that_fails_is_a_row(monkeypatch, capsys):
 
 
 def test_copies_take_turns_in_whole_turns():
-    assert gpu_timing.launches(32, 3.4e-6) == 96
+    assert gpu_timing.launches(32, 3.4e-6) == 320
     assert gpu_timing.launches(2, 5e-3) == 2
     calls = []
     timed = gpu_timing.Timed(calls.append, 3, 6, "cpu")
@@ -240,6 +258,24 @@ def test_rounds_begin_with_another_each(monkeypatch):
     assert order == [0, 1, 2, 0, 1, 2, 1, 2, 0, 2, 0, 1]
     assert [timed.seconds for timed in all_timed] == [[4, 9, 11], [5, 7, 12], [6, 8, 10]]
     assert all_timed[0].median == 9
+
+
+def test_why_humming_is_missing(monkeypatch, tmp_path):
+    for name in ("CACHE_DIR", "TMP_DIR"):
+        monkeypatch.setenv(f"HUMMING_{name}", str(tmp_path))
+    monkeypatch.setenv("HUMMING_COMPILER", "nvcc")
+    monkeypatch.setitem(sys.modules, "humming", None)
+    assert "humming" in gpu_humming.missing()
+    monkeypatch.setitem(sys.modules, "humming", types.ModuleType("humming"))
+    assert gpu_humming.missing() is None
+
+
+def test_what_cannot_be_compiled_ahead_is_a_line():
+    why = gpu_ahead._attempt(
+        gpu_ahead.product, ("fragments(dtype=nothing)", (8, 16), "reference-torch", "bfloat16", (1,))
+    )
+    assert why.startswith("LayoutError: ")
+    assert gpu_ahead._attempt(print, ()) == ""
 
 
 def test_humming_is_driven_by_its_layer(monkeypatch):
