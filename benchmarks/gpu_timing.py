@@ -8,6 +8,7 @@ a CPU, where the benchmark itself is tried out, calls are made one after another
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import statistics
 import time
@@ -53,12 +54,14 @@ class Timed:
                 torch.cuda.synchronize()
         if self.device == "cuda":
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(_capturing()):  # torch.cuda.graph would collect garbage first, each time
+            gc.disable()  # what it would free, a graph for one, cannot be freed during a capture
+            with torch.cuda.stream(_capturing()):  # torch.cuda.graph would collect all garbage first, each time
                 self.graph.capture_begin()
                 try:
                     self._calls()
                 finally:
                     self.graph.capture_end()
+                    gc.enable()
 
     def _calls(self) -> None:
         for i in range(self.count):
