@@ -12,7 +12,7 @@ from halfbyte import gpu
 from halfbyte.layouts.executors import as_words
 from halfbyte.numerics import U8, Array, is_torch, lookup
 
-SIZE: Final = 4096
+SIZE: Final = 2048
 """Bytes that a program recodes."""
 BLOCKS: Final = 1024
 """Blocks whose codes a program copies."""
