@@ -142,7 +142,7 @@ def check_dequantize(device: str) -> int:
             packed = layout.pack(weight)
             form = decode_cuda.ROWS if isinstance(layout, Rows) else layout.form
             buffers = packed.to(device).buffers() | as_matrix(weight, layout, device)
-            for dtype in DTYPES if experts else DTYPES[1:]:
+            for dtype in DTYPES if len(experts) == 2 else (DTYPES[count % 3],):
                 got = decode_cuda.decode(form, buffers, packed.shape, dtype)
                 assert_same_bytes(got, packed.unpack().dequantize(dtype))
                 count += 1

@@ -46,7 +46,15 @@ def embedding(ids: Array, w: Packed | Weight, *, out_dtype: Any = None) -> Array
 
         packed = as_packed(w)
         return traced(ids, packed, dtype_of(packed) if out_dtype is None else out_dtype)
-    return look_up(ids, as_packed(w), out_dtype)
+    if type(w) is not Packed:
+        return look_up(ids, as_packed(w), out_dtype)
+    key = "embedding", getattr(ids, "device", None), getattr(ids, "dtype", None), out_dtype, forced_name()
+    known = w.memo.get(key)
+    if known is not None:
+        y: Array | None = known(ids)
+        if y is not None:
+            return y
+    return look_up(ids, as_packed(w), out_dtype, key)
 
 
 def dtype_of(packed: Packed) -> str:
@@ -54,14 +62,8 @@ def dtype_of(packed: Packed) -> str:
     return packed.layout.dtype if isinstance(packed.layout, Fragments) else "float32"
 
 
-def look_up(ids: Array, packed: Packed, out_dtype: Any) -> Array:
-    """``embedding`` of a packed weight, outside of traces; on a GPU the second call skips the choice."""
-    key = "embedding", getattr(ids, "device", None), getattr(ids, "dtype", None), out_dtype, forced_name()
-    known = packed.memo.get(key)
-    if known is not None:
-        y: Array | None = known(ids)
-        if y is not None:
-            return y
+def look_up(ids: Array, packed: Packed, out_dtype: Any, key: Any = None) -> Array:
+    """``embedding`` of a packed weight, outside of traces; on a GPU what calls of this key come down to is kept."""
     if not (is_torch(ids) or isinstance(ids, np.ndarray)) or dtype_name(ids.dtype) not in DTYPES:
         got = str(getattr(ids, "dtype", type(ids).__name__))
         raise UsageError("ids are no integers of 32 or 64 bits", got=got, expected="int32 or int64, in an array")
@@ -76,7 +78,7 @@ def look_up(ids: Array, packed: Packed, out_dtype: Any) -> Array:
         _check_range(ids, n)
     if prod(args.out.shape):
         kernel.run(args)
-        if kernel.bind is not None and packed.shape[0] and _as_it_lies(packed):
+        if key is not None and kernel.bind is not None and packed.shape[0] and _as_it_lies(packed):
             packed.memo[key] = lookups(kernel.bind(args), packed, args.out.dtype)
     return args.out.reshape(*ids.shape, k)
 

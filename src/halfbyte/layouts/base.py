@@ -232,6 +232,10 @@ class Layout:
         reason = self.needs(weight.shape) or self.refuse(weight)
         if reason:
             raise LayoutError(f"layout {self.name} cannot hold this weight: {reason}", got=weight.shape)
+        return self.place(weight)
+
+    def place(self, weight: Packable) -> Packed:
+        """``pack`` of a weight that this layout is known to hold."""
         scales, extras = self.to_stored(weight)
         codes = weight.codes if self.zero_blocks == "kept" else without_zero_blocks(weight.codes, weight.scales)
         planes: dict[Plane, Array] = {"codes": codes, "scales": scales}
