@@ -1,8 +1,8 @@
 """Device code of ``halfbyte.kernels.cuda.decode_gluon``, in Gluon.
 
-A warp reads a unit of 16 rows and 64 k as it lies: lane 4 g + q has the four words of row g, row g + 8 and block q of k,
-the block's two scales, and the 16 activations of that block. So a step of m16n8k16 takes from each lane the same half
-h of words 2 s and 2 s + 1, decoded, and two neighbouring registers of x: k runs in the order u, h, s, then over lanes.
+A warp reads a unit of 16 rows and 64 k as it lies: lane 4 g + q has the four words of rows g and g + 8 in block q of k,
+the two scales, and the 16 activations of that block. So a step of m16n8k16 takes from each lane the same half h of
+words 2 s and 2 s + 1, decoded, and two neighbouring registers of x: k runs in the order u, h, s, then over lanes.
 """
 
 from __future__ import annotations
@@ -82,25 +82,6 @@ def _activations(x, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr):
     return gl.convert_layout(x.reshape(W, 64, NB), B, assert_trivial=True)
 
 
-@gluon.constexpr_function
-def _half_layout(W, NB):
-    register = [[0, 0, i] for i in _bits(1, 4)] + [[0, m, 0] for m in _bits(8, NB)]
-    lane = [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return gl.DistributedLinearLayout(register, lane, [[w, 0, 0] for w in _bits(1, W)], [], [W, NB, 16])
-
-
-@gluon.jit
-def _swapped(at, odd, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr, HALF: gl.constexpr):
-    """As ``_activations``, of the addresses of the first words of both halves; odd rows load the second first."""
-    one = gl.load(at)
-    two = gl.load(at + gl.where(odd, -4, 4))
-    low = _pair(gl.where(odd, two, one), HALF)
-    high = _pair(gl.where(odd, one, two), HALF)
-    x = gl.join(low, high)  # w m (kt s i) p h
-    x = x.reshape(W, NB, 4, 2, 2, 2, 2).permute(0, 6, 3, 4, 2, 5, 1)
-    return gl.convert_layout(x.reshape(W, 64, NB), B, assert_trivial=True)
-
-
 @gluon.jit
 def decode(
     codes_ptr,
@@ -122,9 +103,6 @@ def decode(
     SCALE: gl.constexpr,
     FACTOR: gl.constexpr,
     KEEP: gl.constexpr,
-    TRIGGER: gl.constexpr = 1,
-    CACHE: gl.constexpr = "",
-    SWAP: gl.constexpr = 0,
 ):
     """Up to NB rows of x times R tiles of 16 rows of the weight.
 
@@ -176,69 +154,49 @@ def decode(
     xk = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
     x_at = x_ptr + (gl.minimum(xm, M - 1) * K + (xw * 64 + xk))
 
-    if TRIGGER == 0:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-    if SWAP:
-        Y: gl.constexpr = _half_layout(W, NB)
-        yw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, Y)))[:, None, None]
-        ym = gl.arange(0, NB, layout=gl.SliceLayout(0, gl.SliceLayout(2, Y)))[None, :, None]
-        yk = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, Y)))[None, None, :]
-        odd = (ym % 2 != 0) & (yk < 16) & (yw < W)
-        words = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-        y_at = words + (gl.minimum(ym, M - 1) * (K // 2) + (yw * 32 + yk // 4 * 8 + yk % 4)) + gl.where(odd, 4, 0)
     codes = ()
     scales = ()
     for j in gl.static_range(D):
         if (j + 1) * W <= UNITS:
-            codes = codes + (gl.load(codes_at + j * W * 128, eviction_policy=KEEP, cache_modifier=CACHE),)
-            scales = scales + (gl.load(scales_at + j * W * 32, eviction_policy=KEEP, cache_modifier=CACHE),)
+            codes = codes + (gl.load(codes_at + j * W * 128, eviction_policy=KEEP),)
+            scales = scales + (gl.load(scales_at + j * W * 32, eviction_policy=KEEP),)
         else:
-            codes = codes + (gl.load(codes_at + j * W * 128, mask=j * W + cw < UNITS, other=0, eviction_policy=KEEP, cache_modifier=CACHE),)
-            scales = scales + (gl.load(scales_at + j * W * 32, mask=j * W + sw < UNITS, other=0, eviction_policy=KEEP, cache_modifier=CACHE),)
-    if TRIGGER == 1:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+            codes = codes + (gl.load(codes_at + j * W * 128, mask=j * W + cw < UNITS, other=0, eviction_policy=KEEP),)
+            scales = scales + (gl.load(scales_at + j * W * 32, mask=j * W + sw < UNITS, other=0, eviction_policy=KEEP),)
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     acc = gl.zeros([W, R * 16, NB], gl.float32, MMA)
     for _ in range(L):
         next_codes = ()
         next_scales = ()
         for j in gl.static_range(D):
-            next_codes = next_codes + (gl.load(codes_at + (j + D) * W * 128, eviction_policy=KEEP, cache_modifier=CACHE),)
-            next_scales = next_scales + (gl.load(scales_at + (j + D) * W * 32, eviction_policy=KEEP, cache_modifier=CACHE),)
-            if SWAP:
-                x = _swapped(y_at + j * W * 32, odd, W, NB, B, HALF)
-            else:
-                x = _activations(gl.load(x_at + j * W * 64), W, NB, B)
+            next_codes = next_codes + (gl.load(codes_at + (j + D) * W * 128, eviction_policy=KEEP),)
+            next_scales = next_scales + (gl.load(scales_at + (j + D) * W * 32, eviction_policy=KEEP),)
+            x = _activations(gl.load(x_at + j * W * 64), W, NB, B)
             acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), x, acc)
         codes = next_codes
         scales = next_scales
         codes_at += D * W * 128
         scales_at += D * W * 32
         x_at += D * W * 64
-        if SWAP:
-            y_at += D * W * 32
     for j in gl.static_range(REST):
         if j + D < REST:
             if (L * D + j + D + 1) * W <= UNITS:
-                codes = codes + (gl.load(codes_at + (j + D) * W * 128, eviction_policy=KEEP, cache_modifier=CACHE),)
-                scales = scales + (gl.load(scales_at + (j + D) * W * 32, eviction_policy=KEEP, cache_modifier=CACHE),)
+                codes = codes + (gl.load(codes_at + (j + D) * W * 128, eviction_policy=KEEP),)
+                scales = scales + (gl.load(scales_at + (j + D) * W * 32, eviction_policy=KEEP),)
             else:
                 there: gl.constexpr = UNITS - (L * D + j + D) * W
-                codes = codes + (gl.load(codes_at + (j + D) * W * 128, mask=cw < there, other=0, eviction_policy=KEEP, cache_modifier=CACHE),)
-                scales = scales + (gl.load(scales_at + (j + D) * W * 32, mask=sw < there, other=0, eviction_policy=KEEP, cache_modifier=CACHE),)
+                codes = codes + (gl.load(codes_at + (j + D) * W * 128, mask=cw < there, other=0, eviction_policy=KEEP),)
+                scales = scales + (
+                    gl.load(scales_at + (j + D) * W * 32, mask=sw < there, other=0, eviction_policy=KEEP),
+                )
         if (L * D + j + 1) * W * 64 <= K:
-            if SWAP:
-                x = _swapped(y_at + j * W * 32, odd, W, NB, B, HALF)
-            else:
-                x = _activations(gl.load(x_at + j * W * 64), W, NB, B)
+            x = gl.load(x_at + j * W * 64)
         else:
             x = gl.load(x_at + j * W * 64, mask=(L * D + j) * W * 64 + xw * 64 + xk < K, other=0.0)
-            x = _activations(x, W, NB, B)
-        acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), x, acc)
+        acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), _activations(x, W, NB, B), acc)
 
     total = gl.sum(acc, axis=0)
     OUT: gl.constexpr = total.type.layout
