@@ -102,7 +102,7 @@ def decode_code(dtype: str) -> str:
 
 def scale_code(dtype: str) -> str:
     """Assembly of the scales, from the layout's ``SCALE``: $1 two bytes -> $0 a pair of 16-bit floats."""
-    base, shift = SCALE[dtype]
+    shift, base = SCALE[dtype]
     apart = ".reg .b32 t; cvt.u32.u16 t, $1; prmt.b32 t, t, 0, 0x4140;"
     return f"{{ {apart} mad.lo.u32 $0, t, {1 << shift}, {base * 0x10001:#x}; }}"
 
