@@ -15,6 +15,8 @@ K products is off by at most K + 24 units of 2^-23. With u as for the reference,
 
 and a bias adds 2^-24. With one-hot activations y is the decoded weight, bit for bit but for the sign of zeros.
 
+The code is compiled for K: a model has few. What is read, and how far ahead, is then known in it.
+
 The weight is read from global memory as it lies, ``ahead`` units of each warp before they are multiplied. x of rows
 that do not exist is that of the last one, and never stored.
 
@@ -63,16 +65,16 @@ class Decode:
         registers: of a thread, at most; None leaves it to the compiler.
     """
 
-    warps: int = 8
+    warps: int = 4
     tiles: int = 1
-    ahead: int = 3
-    unroll: int = 16
+    ahead: int = 5
+    unroll: int = 32
     registers: int | None = None
 
 
 FEW: Final = Decode()
 """The default for up to 8 tokens."""
-MANY: Final = Decode(tiles=2, ahead=2)
+MANY: Final = Decode(tiles=2, ahead=3, unroll=16)
 """The default for 9 to 16 tokens."""
 
 

@@ -38,9 +38,9 @@ def _scales_layout(W, R):
 
 @gluon.constexpr_function
 def _x_layout(W, NB):
-    register = [[0, 0, i] for i in _bits(1, 16)] + [[0, m, 0] for m in _bits(8, NB)]
-    lane = [[0, 0, 16], [0, 0, 32], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return gl.DistributedLinearLayout(register, lane, [[w, 0, 0] for w in _bits(1, W)], [], [W, NB, 64])
+    register = [[0, 0, 1], [0, 0, 2]] + [[0, m, 0] for m in _bits(8, NB)]
+    lane = [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout(register, lane, [[w, 0, 0] for w in _bits(1, W)], [], [W, NB, 16])
 
 
 @gluon.jit
@@ -76,9 +76,24 @@ def _weights(
 
 
 @gluon.jit
-def _activations(x, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr):
-    """(W, NB, 64) -> (W, 64, NB), as the operand B, k in the order of ``_weights``."""
-    x = x.reshape(W, NB, 4, 2, 2, 2, 2).permute(0, 3, 4, 5, 2, 6, 1)  # w m kt h s i p -> w | h s i kt p | m
+def _activations(
+    at, odd, there, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr, HALF: gl.constexpr
+):  # fmt: skip
+    """(W, NB, 16) addresses, of four words of each half block -> (W, 64, NB), as the operand B, k as of ``_weights``.
+
+    Rows lie multiples of 128 bytes apart, mostly, so in the same banks; where ``odd``, the second half is read first.
+    """
+    if there is None:
+        one = gl.load(at)
+        two = gl.load(at + gl.where(odd, -4, 4) if NB > 8 else at + 4)
+    else:
+        one = gl.load(at, mask=there, other=0)
+        two = gl.load(at + gl.where(odd, -4, 4) if NB > 8 else at + 4, mask=there, other=0)
+    low = _pair(gl.where(odd, two, one) if NB > 8 else one, HALF)
+    high = _pair(gl.where(odd, one, two) if NB > 8 else two, HALF)
+    x = (
+        gl.join(low, high).reshape(W, NB, 4, 2, 2, 2, 2).permute(0, 6, 3, 4, 2, 5, 1)
+    )  # w m kt s i p h -> w | h s i kt p | m
     return gl.convert_layout(x.reshape(W, 64, NB), B, assert_trivial=True)
 
 
@@ -151,8 +166,12 @@ def decode(
     scales_at = scales_ptr + tile.to(gl.int64) * (UNITS * 32) + (sr * (UNITS * 32) + sw * 32 + si)
     xw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None, None]
     xm = gl.arange(0, NB, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
-    xk = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
-    x_at = x_ptr + (gl.minimum(xm, M - 1) * K + (xw * 64 + xk))
+    xk = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
+    odd = (xm % 2 != 0) & (xk < 16) & (xw < W)
+    x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + gl.minimum(xm, M - 1) * (K // 2)
+    x_at = x_at + (xw * 32 + xk // 4 * 8 + xk % 4)
+    if NB > 8:
+        x_at += gl.where(odd, 4, 0)
 
     codes = ()
     scales = ()
@@ -174,29 +193,30 @@ def decode(
         for j in gl.static_range(D):
             next_codes = next_codes + (gl.load(codes_at + (j + D) * W * 128, eviction_policy=KEEP),)
             next_scales = next_scales + (gl.load(scales_at + (j + D) * W * 32, eviction_policy=KEEP),)
-            x = _activations(gl.load(x_at + j * W * 64), W, NB, B)
+            x = _activations(x_at + j * W * 32, odd, None, W, NB, B, HALF)
             acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), x, acc)
         codes = next_codes
         scales = next_scales
         codes_at += D * W * 128
         scales_at += D * W * 32
-        x_at += D * W * 64
+        x_at += D * W * 32
     for j in gl.static_range(REST):
         if j + D < REST:
             if (L * D + j + D + 1) * W <= UNITS:
                 codes = codes + (gl.load(codes_at + (j + D) * W * 128, eviction_policy=KEEP),)
                 scales = scales + (gl.load(scales_at + (j + D) * W * 32, eviction_policy=KEEP),)
             else:
-                there: gl.constexpr = UNITS - (L * D + j + D) * W
-                codes = codes + (gl.load(codes_at + (j + D) * W * 128, mask=cw < there, other=0, eviction_policy=KEEP),)
+                left: gl.constexpr = UNITS - (L * D + j + D) * W
+                codes = codes + (gl.load(codes_at + (j + D) * W * 128, mask=cw < left, other=0, eviction_policy=KEEP),)
                 scales = scales + (
-                    gl.load(scales_at + (j + D) * W * 32, mask=sw < there, other=0, eviction_policy=KEEP),
+                    gl.load(scales_at + (j + D) * W * 32, mask=sw < left, other=0, eviction_policy=KEEP),
                 )
         if (L * D + j + 1) * W * 64 <= K:
-            x = gl.load(x_at + j * W * 64)
+            x = _activations(x_at + j * W * 32, odd, None, W, NB, B, HALF)
         else:
-            x = gl.load(x_at + j * W * 64, mask=(L * D + j) * W * 64 + xw * 64 + xk < K, other=0.0)
-        acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), _activations(x, W, NB, B), acc)
+            there = ((L * D + j) * W + xw) * 64 + xk // 4 * 16 < K
+            x = _activations(x_at + j * W * 32, odd, there, W, NB, B, HALF)
+        acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), x, acc)
 
     total = gl.sum(acc, axis=0)
     OUT: gl.constexpr = total.type.layout
