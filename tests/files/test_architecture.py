@@ -75,7 +75,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "plans": (*RUN, "operands", "int8_ops"),
     "remembered": (*RUN, "operands"),
     "ops": (*RUN, "operands", "int8_ops", "plans", "remembered", "torch_ops"),
-    "torch_ops": (*RUN, "ops"),
+    "torch_ops": (*RUN, "operands", "ops"),
     "nn": (*RUN, "operands", "ops", "torch_ops"),
     "hf": (*RUN, "ops", "torch_ops", "nn"),
     "parallel": (*RUN, "ops", "torch_ops", "nn"),
