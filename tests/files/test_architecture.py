@@ -67,9 +67,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "dialects",
         "checkpoint",
         "writing",
+        "tiers",
     ),
     "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
     "kernels": (*MEANING, "layouts", "vectors", "decode_code"),
+    "tiers": RUN,
     "operands": RUN,
     "int8_ops": (*RUN, "lossy", "operands"),
     "plans": (*RUN, "operands", "int8_ops"),
@@ -83,7 +85,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 }
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- arrays <-
 kinds, shifts <- weight <- recipes, layouts; layouts <- dialects <- checkpoint <- writing <- tools <- cli, and
-layouts <- kernels <- operands <- int8_ops <- plans, remembered <- ops <- nn."""
+layouts <- kernels <- operands <- int8_ops <- plans, remembered <- ops <- nn; kernels <- tiers <- tools, for doctor."""
 
 CHAINS = {
     "checkpoint": {
