@@ -446,7 +446,7 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"op": "convolve"}, "unknown op: got 'convolve', expected linear"),
+            ({"op": "convolve"}, "unknown op: got 'convolve', expected linear or embedding"),
             ({"rows": -1}, "rows cannot be negative: got -1"),
             ({"dtype": "int8"}, "dtype is unknown: got int8, expected float32 or bfloat16 or float16"),
         ],
