@@ -53,15 +53,20 @@ class Timed:
             if self.device == "cuda":
                 torch.cuda.synchronize()
         if self.device == "cuda":
-            self.graph = torch.cuda.CUDAGraph()
-            gc.disable()  # what it would free, a graph for one, cannot be freed during a capture
-            with torch.cuda.stream(_capturing()):  # torch.cuda.graph would collect all garbage first, each time
-                self.graph.capture_begin()
-                try:
-                    self._calls()
-                finally:
-                    self.graph.capture_end()
-                    gc.enable()
+            gc.disable()  # a graph that it frees would break the capture; torch.cuda.graph collects all before each one
+            try:
+                self.capture()
+            finally:
+                gc.enable()
+
+    def capture(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(_capturing()):
+            self.graph.capture_begin()
+            try:
+                self._calls()
+            finally:
+                self.graph.capture_end()
 
     def _calls(self) -> None:
         for i in range(self.count):

@@ -1,6 +1,6 @@
 """Small calls of ragged shapes, by every kernel for GPUs: what a memory checker runs.
 
-Products are compared with float64, quantized and decoded weights with those of the CPU, to the bit.
+Products are compared with float64; weights quantized, decoded and looked up with those of the CPU, to the bit.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python scripts/gpu_ragged.py
 
@@ -59,13 +59,19 @@ def case(layout: str, shape: tuple[int, int], rows: int, dtype: str, beside: boo
 
 
 def codecs(shape: tuple[int, int], dtype: str, device: str) -> Iterator[str]:
-    """What was quantized and decoded, and whether it is as on the CPU."""
+    """What was quantized, decoded and looked up, and whether it is as on the CPU."""
     dense = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
     there, here = hb.quantize(dense.to(device)), hb.quantize(dense)
     same = [torch.equal(getattr(there, name).cpu(), getattr(here, name)) for name in ("codes", "scales", "scale2")]
     yield f"quantize {shape[0]}x{shape[1]} {dtype}{'' if all(same) else ': WRONG'}"
     decoded, expected = there.dequantize(dtype).cpu(), here.dequantize(dtype)
     yield f"dequantize {shape[0]}x{shape[1]} {dtype}{'' if torch.equal(decoded, expected) else ': WRONG'}"
+    ids = torch.tensor([[0, shape[0] - 1], [shape[0] // 2, 0]])
+    on_gpus = f"fragments(dtype={'bfloat16' if dtype == 'float32' else dtype})"
+    for layout in ("rows", *([on_gpus] if device == "cuda" else [])):
+        found = hb.embedding(ids.to(device), hb.pack(there, layout), out_dtype=dtype).cpu()
+        right = torch.equal(found, expected[ids])
+        yield f"embedding {layout} {shape[0]}x{shape[1]} {dtype}{'' if right else ': WRONG'}"
 
 
 def main(device: str = "cuda") -> int:

@@ -72,7 +72,7 @@ class Linear(torch.nn.Module):
         """(..., K) to (..., N) in x's dtype."""
         if torch.compiler.is_compiling():
             held = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-            return traced(x, self._key, self.out_features, held, self._parameters["bias"], None)
+            return traced(x, self._key, (self.out_features, self.in_features), held, self._parameters["bias"], None)
         y: Tensor = linear(x, self.packed, self.bias)
         return y
 

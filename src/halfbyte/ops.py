@@ -91,7 +91,7 @@ def linear(
         from halfbyte.torch_ops import traced
 
         packed = as_packed(w)
-        return traced(x, packed.key, packed.shape[0], packed.buffers(), bias, out_dtype)
+        return traced(x, packed.key, packed.shape, packed.buffers(), bias, out_dtype)
     if type(w) is Packed:
         known = w.memo.get(key_of(x, bias, out_dtype))
         if known is not None:

@@ -12,13 +12,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from halfbyte import ops
 from halfbyte.layouts import Packed, parse
+from halfbyte.operands import check_arrays
 
 _memos = WeakIdKeyDictionary()
 
 
 @torch.library.custom_op("halfbyte::linear", mutates_args=())
 def linear_op(
-    x: Tensor, layout: str, n: int, names: str, buffers: list[Tensor], bias: Tensor | None, out_dtype: torch.dtype
+    x: Tensor,
+    layout: str,
+    n: int,
+    k: int,
+    names: str,
+    buffers: list[Tensor],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """``halfbyte.linear``.
 
@@ -26,6 +34,7 @@ def linear_op(
         x: (..., K) float32, bfloat16 or float16.
         layout: the key of the weight's layout.
         n: N.
+        k: K.
         names: of the buffers, joined by commas.
         buffers: those of the Packed.
         bias: (N,), or None.
@@ -34,7 +43,7 @@ def linear_op(
     Returns:
         (..., N).
     """
-    packed = Packed(parse(layout), (n, x.shape[-1]), dict(zip(names.split(","), buffers, strict=True)))
+    packed = _checked(x, layout, n, k, names, buffers, bias)
     memo = _memos.get(buffers[0])  # type: ignore[no-untyped-call]
     if memo is None:
         memo = _memos[buffers[0]] = packed.memo
@@ -44,18 +53,38 @@ def linear_op(
 
 
 def _shape_of_linear(
-    x: Tensor, layout: str, n: int, names: str, buffers: list[Tensor], bias: Tensor | None, out_dtype: torch.dtype
+    x: Tensor,
+    layout: str,
+    n: int,
+    k: int,
+    names: str,
+    buffers: list[Tensor],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
+    _checked(x, layout, n, k, names, buffers, bias)
     return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
 
 
 linear_op.register_fake(_shape_of_linear)
 
 
+def _checked(x: Tensor, layout: str, n: int, k: int, names: str, buffers: list[Tensor], bias: Tensor | None) -> Packed:
+    """The weight, which x and bias fit."""
+    packed = Packed(parse(layout), (n, k), dict(zip(names.split(","), buffers, strict=True)))
+    check_arrays(x, packed, bias)
+    return packed
+
+
 def traced(
-    x: Tensor, layout: str, n: int, buffers: dict[str, Tensor], bias: Tensor | None, out_dtype: torch.dtype | None
+    x: Tensor,
+    layout: str,
+    shape: tuple[int, ...],
+    buffers: dict[str, Tensor],
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """``linear`` while torch traces it."""
+    """``linear`` while torch traces it; the weight's shape is (N, K)."""
     to = x.dtype if out_dtype is None else out_dtype
-    y: Tensor = linear_op(x, layout, n, ",".join(buffers), list(buffers.values()), bias, to)
+    y: Tensor = linear_op(x, layout, *shape, ",".join(buffers), list(buffers.values()), bias, to)
     return y

@@ -70,9 +70,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "dialects",
         "checkpoint",
         "writing",
+        "tiers",
     ),
     "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
     "kernels": (*MEANING, "layouts", "decode_cuda", "decode_cuda_code", "vectors", "decode_code"),
+    "tiers": RUN,
     "operands": RUN,
     "int8_ops": (*RUN, "lossy", "operands"),
     "plans": (*RUN, "operands", "int8_ops"),
@@ -80,7 +82,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "torch_embedding": (*RUN, "embedding_op"),
     "remembered": (*RUN, "operands"),
     "ops": (*RUN, "operands", "int8_ops", "plans", "remembered", "torch_ops"),
-    "torch_ops": (*RUN, "ops"),
+    "torch_ops": (*RUN, "operands", "ops"),
     "nn": (*RUN, "operands", "ops", "torch_ops"),
     "hf": (*RUN, "ops", "torch_ops", "nn"),
     "parallel": (*RUN, "ops", "torch_ops", "nn"),
@@ -88,7 +90,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 }
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- arrays <-
 kinds, shifts <- weight <- recipes, layouts; layouts <- dialects <- checkpoint <- writing <- tools <- cli, and
-layouts <- kernels <- operands <- int8_ops <- plans, remembered <- ops <- nn."""
+layouts <- kernels <- operands <- int8_ops <- plans, remembered <- ops <- nn; kernels <- tiers <- tools, for doctor."""
 
 CHAINS = {
     "checkpoint": {
@@ -115,7 +117,6 @@ CHAINS = {
         "scalars": {"vectors"},
         "tiles": {"vectors"},
     },
-    "kernels.cuda": {"choices": {"base"}, "embedding": {"launch"}},
     "recipes": {"base": {"blocks_code"}, "cuda": {"base", "cuda_code"}, "rtn": {"base", "blocks_code", "cuda"}},
 }
 """In checkpoint: header <- reader <- writer <- outputs, and expert_checks, reader <- consistency; workdir <- writer.

@@ -262,7 +262,10 @@ FACTS = {
     "shard": {"src", "dst", "dialect", "mode", "degree", "ranks", "modules", "whole", "files", "bytes_out", "proven"},
     "layouts": {"layouts"},
     "dequantize": {"src", "dst", "dtype", "reading", "tensors", "files", "bytes_in", "bytes_out", "seconds"},
-    "doctor": {"python", "platform", "cores", "cpu", "packages", "extras", "layouts", "quantize", "dequantize", "gpus"},
+    "doctor": {
+        *("python", "platform", "cores", "cpu", "packages", "extras", "layouts", "quantize", "dequantize", "gpus"),
+        *("kernels", "triton"),
+    },
 }
 
 
@@ -484,6 +487,76 @@ def test_doctor_says_what_moves_layouts(monkeypatch):
     assert facts["layouts"] == f"moved by NumPy: {reason}"
     assert facts["quantize"] == f"by NumPy: {reason}"
     assert facts["dequantize"] == f"by NumPy or torch: {reason}"
+
+
+def a_kernel(name, refuse, module="halfbyte.kernels.cuda.some"):
+    """One in the table for linear; those for GPUs are in the folder cuda."""
+    from halfbyte.kernels import Kernel, LinearArgs
+    from halfbyte.kernels.base import linear_cost, nothing_to_load
+
+    def launch(args):
+        raise AssertionError("doctor runs nothing")
+
+    launch.__module__ = module
+    return Kernel(
+        name=name,
+        bundle=LinearArgs,
+        description="",
+        refuse=refuse,
+        load=nothing_to_load,
+        launch=launch,
+        cost=linear_cost,
+    )
+
+
+def test_doctor_says_which_kernels_run(monkeypatch):
+    from halfbyte import tiers
+    from halfbyte.kernels import int8
+    from halfbyte.tools import doctor as module
+
+    def hopper(call):
+        few = () if call.rows <= 16 else ("takes up to 16 tokens",)
+        reads = () if call.layout.key == "gguf" else ("reads the layout gguf",)
+        return (() if call.capability == 90 else (f"is for sm_90, not sm_{call.capability}",)) + few + reads
+
+    def broken(call):
+        raise OSError("libcudart is damaged")
+
+    kernels = (
+        a_kernel("hopper", hopper),
+        a_kernel("both", lambda call: ("needs one thing", "needs another")),
+        a_kernel("broken", broken),
+        a_kernel("arrays", lambda call: ("takes NumPy arrays",) * (call.library != "numpy"), "halfbyte.kernels.some"),
+        int8.NUMPY,  # of another op
+    )
+    monkeypatch.setattr(tiers, "KERNELS", kernels)
+    monkeypatch.setattr(module, "_version", lambda name: "1")
+    same = {"both": "needs one thing, and needs another", "broken": "OSError: libcudart is damaged"}
+    for capabilities, state in (
+        ((), "is for sm_90, not sm_0"),
+        (("8.0",), "is for sm_90, not sm_80"),
+        (("8.0", "9.0"), "ready"),
+    ):
+        gpus = [{"name": "GPU", "bytes": 1 << 30, "capability": of} for of in capabilities]
+        monkeypatch.setattr(module, "_gpus", lambda gpus=gpus: gpus)
+        assert module.doctor().facts["kernels"] == {"cpu": {"arrays": "ready"}, "gpu": {"hopper": state, **same}}
+    lines = [line.split(maxsplit=1) for line in call("doctor").stdout.splitlines()]
+    assert ["hopper", "on the GPU: ready"] in [[head, *(text.strip() for text in rest)] for head, *rest in lines]
+    assert call("doctor", "--json").document["kernels"]["cpu"] == {"arrays": "ready"}
+
+
+def test_doctor_on_this_machine():
+    """Each kernel of the table is there; the reference for NumPy needs nothing."""
+    from halfbyte.kernels import KERNELS
+    from halfbyte.tools.doctor import doctor
+
+    facts = doctor().facts
+    held = facts["kernels"]["cpu"] | facts["kernels"]["gpu"]
+    assert sorted(held) == sorted(kernel.name for kernel in KERNELS if kernel.op == "linear")
+    assert held["reference-numpy"] == "ready"
+    assert facts["packages"]["torch"] or "torch, which is not installed" in held["reference-torch"]
+    assert facts["packages"]["numba"] or held["cpu-portable"].startswith("numba is not installed; run: pip install")
+    assert facts["triton"] == "Gluon tested with 3.6 to 3.8, short launches with 3.6 and 3.8"
 
 
 def test_doctor_survives_a_broken_torch(monkeypatch):

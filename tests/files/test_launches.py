@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from attention_cases import CASES, MAKERS, PAGE, by_loops, cumulative, llm, np_dtype, paged, v2_llm, vit, with_intervals
+from halfbyte import jit
 from halfbyte.errors import NoKernelError, UsageError
 from halfbyte.kernels import (
     KERNELS,
@@ -421,7 +422,8 @@ class TestChoice:
             "not NumPy arrays, and skips no softmax: skip_softmax_threshold_log2 must be 0"
         )
 
-    def test_the_nearest_for_linear(self):
+    def test_the_nearest_for_linear(self, monkeypatch):
+        monkeypatch.setattr(jit, "missing", lambda: "numba is not installed")
         weight = Weight(codes=np.zeros((2, 4, 8), np.uint8), scales=np.zeros((2, 4, 1), np.uint8), scale2=1.0)
         call = Call.on(
             pack(weight, "columns"),

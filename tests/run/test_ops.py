@@ -187,8 +187,25 @@ class TestCompile:
         packed = hb.pack(weight()).to("cpu")
         held = packed.buffers()
         x = torch.from_numpy(activations(2, 3, 64)).to(dtype)
-        args = (x, packed.key, 48, ",".join(held), list(held.values()), torch.ones(48), dtype)
+        args = (x, packed.key, 48, 64, ",".join(held), list(held.values()), torch.ones(48), dtype)
         assert set(torch.library.opcheck(linear_op, args).values()) == {"SUCCESS"}
+
+    def test_arrays_that_do_not_fit(self):
+        """K = 50 has as many bytes as 64: only the shape tells."""
+        from halfbyte.torch_ops import linear_op
+
+        packed = hb.pack(weight()).to("cpu")
+        held = packed.buffers()
+        of = ("rows", 48, 64, ",".join(held), list(held.values()))
+        for wrong in (torch.ones(2, 50), torch.empty(2, 50, device="meta")):
+            with pytest.raises(UsageError, match=r"the last axis of x is not the weight's K: got \(2, 50\)"):
+                linear_op(wrong, *of, None, torch.float32)
+        with pytest.raises(UsageError, match=r"bias does not fit the weight's N: got \(47,\), expected \(48,\)"):
+            linear_op(torch.ones(2, 64), *of, torch.ones(47), torch.float32)
+        with pytest.raises(UsageError, match="the weight and x are on two devices: got the weight on cpu, x on meta"):
+            linear_op(torch.empty(2, 64, device="meta"), *of, None, torch.float32)
+        with pytest.raises(Exception, match="the last axis of x is not the weight's K"):
+            torch.compile(nn.Linear(packed), fullgraph=True, backend="eager")(torch.ones(2, 50))
 
     def test_what_is_remembered_dies_with_the_weight(self):
         import gc
@@ -199,7 +216,7 @@ class TestCompile:
         before = len(torch_ops._memos)
         held = hb.pack(weight()).to("cpu").buffers()
         x = torch.from_numpy(activations(1, 64))
-        torch_ops.linear_op(x, "rows", 48, ",".join(held), list(held.values()), None, torch.float32)
+        torch_ops.linear_op(x, "rows", 48, 64, ",".join(held), list(held.values()), None, torch.float32)
         assert len(torch_ops._memos) == before + 1
         del held
         gc.collect()

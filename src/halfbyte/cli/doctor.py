@@ -26,6 +26,7 @@ def command(as_json: bool, quiet: bool) -> None:
 def _render(report: Report, out: Console) -> None:
     facts = report.facts
     gpus = [f"{g['name']}, {size(g['bytes'])}, sm_{g['capability'].replace('.', '')}" for g in facts["gpus"]]
+    kernels = {place.upper(): held for place, held in facts["kernels"].items()}
     pairs(
         out,
         [
@@ -37,6 +38,8 @@ def _render(report: Report, out: Console) -> None:
             ("layouts", facts["layouts"]),
             ("quantize", facts["quantize"]),
             ("dequantize", facts["dequantize"]),
+            *((name, f"on the {place}: {state}") for place, held in kernels.items() for name, state in held.items()),
+            ("triton", facts["triton"]),
             *((f"extra {extra}", state) for extra, state in facts["extras"].items()),
         ],
     )

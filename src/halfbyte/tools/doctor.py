@@ -10,10 +10,12 @@ from typing import Any, Final
 
 from halfbyte import jit
 from halfbyte.findings import Report
+from halfbyte.tiers import TRITON, tiers
 
 EXTRAS: Final[dict[str, tuple[str, ...]]] = {
     "cpu": ("numba",),
     "torch": ("torch",),
+    "cuda": ("torch", "triton"),
     "hf": ("torch", "transformers", "huggingface_hub"),
     "gguf": ("gguf",),
 }
@@ -28,7 +30,8 @@ def doctor() -> Report:
     Returns:
         A report; its facts are "python", "platform", "cores", "cpu", "packages" (version or None),
         "extras" (for each: ready, or the command that installs it), "layouts", "quantize" and
-        "dequantize" (compiled, or why not) and "gpus".
+        "dequantize" (compiled, or why not), "gpus", "kernels" (for "cpu" and "gpu" each one for linear: ready, or why
+        not) and "triton" (with which versions they were tested).
     """
     names = dict.fromkeys([*_BASE, *(p for packages in EXTRAS.values() for p in packages)])
     packages = {name: _version(name) for name in names}
@@ -37,6 +40,7 @@ def doctor() -> Report:
         for extra, needed in EXTRAS.items()
     }
     reason = jit.missing()
+    gpus = _gpus() if packages["torch"] else []
     affinity = getattr(os, "sched_getaffinity", None)
     facts: dict[str, Any] = {
         "python": sys.version.split()[0],
@@ -49,7 +53,9 @@ def doctor() -> Report:
         "layouts": f"moved by NumPy: {reason}" if reason else "compiled by Numba",
         "quantize": f"by NumPy: {reason}" if reason else "compiled by Numba",
         "dequantize": f"by NumPy or torch: {reason}" if reason else "compiled by Numba",
-        "gpus": _gpus() if packages["torch"] else [],
+        "gpus": gpus,
+        "kernels": tiers([int(gpu["capability"].replace(".", "")) for gpu in gpus]),
+        "triton": TRITON,
     }
     return Report("doctor", (), facts)
 

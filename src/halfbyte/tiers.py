@@ -1,0 +1,57 @@
+"""Which kernels for ``linear`` run on this machine, and what each of the others lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from halfbyte.kernels import KERNELS, Call, Kernel, LinearArgs
+from halfbyte.kernels.cuda.launch import GLUON, KNOWN
+from halfbyte.layouts import LAYOUTS
+
+TRITON: Final = f"Gluon tested with {' to '.join('.'.join(map(str, v)) for v in GLUON)}, short launches with " + (
+    " and ".join(KNOWN)
+)
+"""With which versions of Triton kernels were tested."""
+
+
+def tiers(capabilities: Sequence[int]) -> dict[str, dict[str, str]]:
+    """For "cpu" and "gpu" each kernel in the table's order: "ready", or what keeps it from its nearest call.
+
+    Args:
+        capabilities: those of the GPUs that torch sees, 90 for sm_90.
+    """
+    gpus: list[dict[str, Any]] = [{"device": "cuda", "capability": of} for of in capabilities or (0,)]
+    found: dict[str, dict[str, str]] = {"cpu": {}, "gpu": {}}
+    for kernel in KERNELS:
+        if kernel.bundle is LinearArgs:
+            on_gpu = kernel.launch.__module__.startswith("halfbyte.kernels.cuda.")
+            places = gpus if on_gpu else [{"device": "cpu", "library": library} for library in ("torch", "numpy")]
+            found["gpu" if on_gpu else "cpu"][kernel.name] = _state(kernel, places)
+    return found
+
+
+def _state(kernel: Kernel[Any, Any], places: Sequence[dict[str, Any]]) -> str:
+    refusals: list[tuple[str, ...]] = []
+    for place in places:
+        for layout in LAYOUTS:
+            for rows in (512, 1):
+                try:
+                    refusals.append(kernel.refuse(_call(layout=layout, rows=rows, **place)))
+                except Exception as error:  # of a package that is broken: a fact about the machine
+                    return f"{type(error).__name__}: {error}"
+    nearest = min(refusals, key=len)
+    return ", and ".join(nearest) or "ready"
+
+
+def _call(**changes: Any) -> Call:
+    fields: dict[str, Any] = {
+        "shape": (4096, 4096),
+        "per_row": False,
+        "pre_scale": False,
+        "dtype": "bfloat16",
+        "out_dtype": "bfloat16",
+        "library": "torch",
+        "bias": False,
+    }
+    return Call(**(fields | changes))
