@@ -1,7 +1,8 @@
 """NVFP4 in CUDA tensors decoded by Triton; ``kernels.cuda.embedding`` has the same code decode rows by their numbers.
 
 A thread loads words of eight codes and writes 16 bytes of a row: from ``rows``, a word and half a block; from
-``fragments``, the four words of a block, of which every other pair of codes belongs to the row.
+``fragments``, the four words of a block, of which every other pair of codes belongs to the row, and the others to
+another row.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def decode_into(out: Array, form: Form, buffers: Mapping[str, Array], shape: Seq
     *experts, n, k = shape
     codes, scales, scale2 = (gpu.aligned(buffers[name]) for name in ("codes", "scales", "scale2"))
     fixed = constants(form, k, lookup=False, experts=prod(experts) > 1, per_row=scale2.shape[-2] != 1)
-    programs = -(-out.numel() // k // fixed["EACH"]) * -(-k // fixed["VALUES"])
+    matrices, rows = (1, prod(experts) * n) if form.layout == ROWS.layout else (prod(experts), n)
+    programs = matrices * -(-rows // form.rows) * -(-k // fixed["VALUES"])
     args = codes.view(torch.int32), scales, scale2, scale2, out, out.numel() // k, n, k, *fixed.values()
     key = out.device.index, out.dtype, k, *fixed.values()
     gpu.launch(_compiled, key, kernel, programs, args, num_warps=warps(form, fixed), enable_fp_fusion=True)
