@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import gpu_codecs
 import moves
 from contract import MX_VARIANTS, VARIANTS, fitting
 from cuda_code import ARCHITECTURES, Program
+from halfbyte import gpu
 from halfbyte.errors import LayoutError
 from halfbyte.layouts import LAYOUTS, Columns, Fragments, Marlin, NPacked, Order, Packed, Rows, cuda
 from halfbyte.layouts.blocks import largest, present
@@ -58,6 +60,31 @@ def test_as_numpy_in_the_interpreter():
 @needs_triton
 def test_blocks_as_numpy_in_the_interpreter():
     assert gpu_codecs.interpreted("blocks") == ["11"]
+
+
+def test_what_is_compiled_is_kept_by_its_key():
+    launched = []
+
+    class Launched:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            def run(*args, **options):
+                launched.append((self.name, grid, args, options))
+                return Launched("compiled")
+
+            return run
+
+    known, tensor = {}, SimpleNamespace(is_cuda=True, device=-1)
+    for key in (1, 1, 2):
+        gpu.launch(known, key, Launched("kernel"), 3, (tensor, 7), num_warps=2)
+    gpu.launch(known, 1, Launched("kernel"), 3, (SimpleNamespace(is_cuda=False),), num_warps=2)
+    names = [(name, grid, options) for name, grid, _, options in launched]
+    slow, fast = ("kernel", (3,), {"num_warps": 2}), ("compiled", (3, 1, 1), {})
+    assert names == [slow, fast, slow, slow]
+    assert all(args == (tensor, 7) for _, _, args, _ in launched[:3])
+    assert list(known) == [1, 2]
 
 
 def test_the_bytes_that_occur():
