@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from halfbyte.kernels import LinearArgs, select
-from halfbyte.kernels.base import ALIGNED, version_of
+from halfbyte.kernels.base import ALIGNED
 from halfbyte.layouts import Packed
 from halfbyte.numerics import Array, is_torch
 from halfbyte.operands import contiguous, empty
@@ -66,16 +66,19 @@ def _on_tensors(run: Callable[..., None], packed: Packed, shape: tuple[int, ...]
     import torch
 
     buffers: list[Any] = list(packed.buffers().values())
-    counted = [buffer for buffer in buffers if not buffer.is_inference()]
-    written = version_of(packed)
+    counted = [(b, b._version) for b in buffers if not b.is_inference()]
     dtype, device, make, allowed = like.dtype, like.device, torch.empty_strided, torch.is_grad_enabled
     strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-    moving, aligned = (buffers, ALIGNED) if device.type == "cuda" else ([], 1)
-    addresses = [b.data_ptr() for b in moving]
+    on_gpu = device.type == "cuda"
+    moving, aligned = [(b, b.data_ptr()) for b in buffers if on_gpu], ALIGNED if on_gpu else 1
 
     def call(x: Array, bias: Array | None) -> Array | None:
-        if sum([b._version for b in counted]) != written or [b.data_ptr() for b in moving] != addresses:
-            return None
+        for buffer, version in counted:
+            if buffer._version != version:
+                return None
+        for buffer, address in moving:
+            if buffer.data_ptr() != address:
+                return None
         if (x.requires_grad or (bias is not None and bias.requires_grad)) and allowed():
             return None
         if not x.is_contiguous() or x.is_neg() or x.data_ptr() % aligned:
