@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from halfbyte.kernels import LinearArgs, select
-from halfbyte.kernels.base import ALIGNED, version_of
+from halfbyte.kernels.base import ALIGNED
 from halfbyte.layouts import Packed
 from halfbyte.numerics import Array, is_torch
 from halfbyte.operands import contiguous, empty
@@ -96,12 +96,17 @@ def lookups(run: Callable[..., None], packed: Packed, dtype: Any) -> Callable[[A
 def _watched(packed: Packed) -> Callable[[], bool]:
     """A question: whether torch wrote to no buffer of a weight since, and on a GPU none has moved."""
     buffers: list[Any] = list(packed.buffers().values())
-    counted = [buffer for buffer in buffers if not buffer.is_inference()]
-    moving = [buffer for buffer in buffers if buffer.is_cuda]
-    written, addresses = version_of(packed), [b.data_ptr() for b in moving]
+    counted = [(b, b._version) for b in buffers if not b.is_inference()]
+    moving = [(b, b.data_ptr()) for b in buffers if b.is_cuda]
 
     def unchanged() -> bool:
-        return sum([b._version for b in counted]) == written and [b.data_ptr() for b in moving] == addresses
+        for buffer, version in counted:
+            if buffer._version != version:
+                return False
+        for buffer, address in moving:  # noqa: SIM110 (a generator takes longer)
+            if buffer.data_ptr() != address:
+                return False
+        return True
 
     return unchanged
 
