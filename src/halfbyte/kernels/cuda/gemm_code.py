@@ -1,0 +1,140 @@
+"""Device code of ``halfbyte.kernels.cuda.gemm``, in plain Triton.
+
+The weight is the first operand: a lane (g, c) of the tensor core has word (g, kt, c) for every kt, so decoded weights
+are where they are needed, and k is in its natural order. With several parts of K, each writes its sums to its slot of
+``sums``, and the last to come adds the slots in their order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.cuda.fragments_code import finished, floats_of, pairs, widened
+
+
+@triton.jit
+def _block(words, four, KT: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, UP: tl.constexpr):  # fmt: skip # noqa: E501
+    """(T, 32) i32 words and the scales of four blocks, u64 -> (T, 32, p, rh, h) weights of block KT."""
+    words = words.to(tl.uint32, bitcast=True)
+    low = (four >> (16 * KT)).to(tl.uint32)
+    scale0 = floats_of(((low & 0xFF) << SCALE[0]) | SCALE[1], HALF, UP)[:, :, None]
+    scale1 = floats_of((((low >> 8) & 0xFF) << SCALE[0]) | SCALE[1], HALF, UP)[:, :, None]
+    first = tl.join(pairs(words, 0, STEPS, HALF, UP) * scale0, pairs(words, 1, STEPS, HALF, UP) * scale1)
+    second = tl.join(pairs(words, 2, STEPS, HALF, UP) * scale0, pairs(words, 3, STEPS, HALF, UP) * scale1)
+    return tl.join(first, second)
+
+
+@triton.jit
+def _load(at, there, TAIL: tl.constexpr):
+    if TAIL:
+        value = tl.load(at, mask=there, other=0)
+    else:
+        value = tl.load(at)
+    return value
+
+
+@triton.jit
+def _weights(
+    words, fours, there,
+    T: tl.constexpr, TAIL: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, UP: tl.constexpr,
+):  # fmt: skip
+    """The weights of a unit of each stripe, (16 T, 64), from where its words and scales are, (T, 32)."""
+    four = _load(fours, there, TAIL).to(tl.uint64, bitcast=True)
+    w0 = _block(_load(words, there, TAIL), four, 0, STEPS, SCALE, HALF, UP)
+    w1 = _block(_load(words + 4, there, TAIL), four, 1, STEPS, SCALE, HALF, UP)
+    w2 = _block(_load(words + 8, there, TAIL), four, 2, STEPS, SCALE, HALF, UP)
+    w3 = _block(_load(words + 12, there, TAIL), four, 3, STEPS, SCALE, HALF, UP)
+    w = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    w = tl.reshape(w, [T, 8, 4, 2, 2, 2, 2, 2])  # t g c p rh h kt1 kt0
+    w = tl.permute(w, (0, 4, 1, 6, 7, 5, 2, 3))
+    return tl.reshape(w, [16 * T, 64])
+
+
+@triton.jit(do_not_specialize=["M", "share", "parts_m"])
+def gemm(
+    codes, scales, x, scale2, bias, out, sums, counts, M, N, K, share, parts_m,
+    T: tl.constexpr, BM: tl.constexpr, U: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    TAIL: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr,
+    STEPS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, UP: tl.constexpr,
+):  # fmt: skip
+    """One tile of ``out``, (BM, 16 T), or its sums over a part of K.
+
+    Args:
+        codes: i32 words.
+        scales: i64, the eight bytes of a row pair in a unit.
+        x: (M, K) of the layout's dtype.
+        scale2: (N,) or (1,) f32.
+        bias: (N,) floats, or None.
+        out: (M, N) floats; float32 if UP.
+        sums: f32, 16 T BM for each program; not used where SPLIT is 1.
+        counts: i32, one 0 for each tile, and 0 again afterwards; not used where SPLIT is 1.
+        M: tokens.
+        N: rows of the weight.
+        K: a multiple of 16.
+        share: the units of 64 k of a part of K, a multiple of U.
+        parts_m: tiles along M.
+        T: stripes of 16 rows of a tile.
+        BM: tokens of a tile.
+        U: units of a step.
+        SPLIT: parts of K.
+        STAGES: of the compiler's pipeline.
+        GROUP: tiles along M that follow each other before N goes on.
+        TAIL: whether K is no multiple of 64 U.
+        PER_ROW: whether scale2 is (N,).
+        BIAS: whether there is a bias.
+        STEPS: see ``pairs``.
+        SCALE: (shift, base) of a scale byte.
+        FACTOR: what sums are multiplied by beside scale2.
+        UP: see ``fragments_code``.
+    """
+    HALF: tl.constexpr = x.dtype.element_ty
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    stripes = tl.cdiv(N, 16)
+    in_group = GROUP * tl.cdiv(stripes, T)
+    first = tile // in_group * GROUP
+    here = tl.minimum(parts_m - first, GROUP)
+    tile_m = first + tile % in_group % here
+    tile_n = tile % in_group // here
+
+    units = tl.cdiv(K, 64)
+    start = part * share
+    steps = tl.cdiv(tl.minimum(start + share, units) - start, U)
+    stripe = tl.minimum(tile_n * T + tl.arange(0, T), stripes - 1).to(tl.int64)[:, None]
+    lane = tl.arange(0, 32)[None, :]
+    words = codes + (stripe * units + start) * 128 + (lane // 4 * 16 + lane % 4)
+    fours = scales + (stripe * units + start) * 8 + lane // 4
+    token = tile_m * BM + tl.arange(0, BM)
+    k = start * 64 + tl.arange(0, 64)
+    x = x + token.to(tl.int64)[:, None] * K + k[None, :]
+    total = tl.zeros([16 * T, BM], tl.float32)
+    for i in tl.range(0, steps, num_stages=STAGES):
+        for u in tl.static_range(U):
+            inside = (token < M)[:, None]
+            there = stripe >= 0
+            if TAIL:
+                inside &= (k + (i * U + u) * 64 < K)[None, :]
+                there &= start + i * U + u < units
+            w = _weights(words + (i * U + u) * 128, fours + (i * U + u) * 8, there, T, TAIL, STEPS, SCALE, HALF, UP)
+            xs = tl.load(x + (i * U + u) * 64, mask=inside, other=0.0)
+            total = tl.dot(w, tl.trans(widened(xs, UP)), total)
+
+    rows = tile_n * (16 * T) + tl.arange(0, 16 * T)
+    to = out + token.to(tl.int64)[None, :] * N + rows[:, None]
+    written = (token < M)[None, :] & (rows < N)[:, None]
+    if SPLIT == 1:
+        total = finished(total, scale2, bias, rows, N, PER_ROW, BIAS, FACTOR)
+        tl.store(to, total.to(out.dtype.element_ty), mask=written)
+    else:
+        slot = tl.arange(0, 16 * T)[:, None] * BM + tl.arange(0, BM)[None, :]
+        sums += tile.to(tl.int64) * (SPLIT * 16 * T * BM)
+        tl.store(sums + part * (16 * T * BM) + slot, total)
+        tl.debug_barrier()
+        if tl.atomic_add(counts + tile, 1, sem="acq_rel") == SPLIT - 1:
+            total = tl.zeros([16 * T, BM], tl.float32)
+            for i in range(SPLIT):
+                total += tl.load(sums + i * (16 * T * BM) + slot, cache_modifier=".cg")
+            total = finished(total, scale2, bias, rows, N, PER_ROW, BIAS, FACTOR)
+            tl.store(to, total.to(out.dtype.element_ty), mask=written)
+            tl.store(counts + tile, 0)
