@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check bench fuzz clean
+.PHONY: demo test check compile-check bench fuzz clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py --out demo-out
@@ -23,6 +23,10 @@ check: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Every configuration of every GPU kernel, compiled for each of its targets without a GPU.
+compile-check: $(VENV)/.test
+	COMPILE_CHECK=all $(BIN)/python -m pytest tests/run/test_cuda_code.py $(SPREAD)
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.files

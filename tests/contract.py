@@ -17,6 +17,7 @@ from halfbyte.layouts import (
     Columns,
     Comfy,
     ExpertsOutPair,
+    Fragments,
     GateUp,
     Gguf,
     Layout,
@@ -51,6 +52,7 @@ VARIANTS: list[Layout] = [
     Marlin(scale_format="s0e5m3", dtype="float16"),
     Marlin(scale_format="s0e5m3", lossy=True),
     Trtllm(epilogue_tile=64),
+    Fragments("float16"),
     GateUp("concatenated", Columns(align=16)),
     GateUp("interleaved", Gguf()),
     GateUp("up_first_interleaved", Trtllm()),
@@ -59,6 +61,7 @@ VARIANTS: list[Layout] = [
     GateUp("interleaved", Comfy()),
     GateUp("up_first", ExpertsOutPair()),
     GateUp("up_first_64", Rows()),
+    GateUp("up_first", Fragments()),
 ]
 """Every layout, and every value of its fields, for NVFP4."""
 
@@ -119,17 +122,29 @@ def fitting(layout: Layout, weight: Packable) -> Packable:
     if isinstance(inner, ExpertsOutPair) and inner.scale_form == "atom":
         scales = scales[..., ::16, :].repeat(16, -2)
     changed = weight.numpy().replace(scales=scales.astype(np.uint8))
+    if layout.zero_blocks == "canonical":
+        changed = changed.replace(codes=changed.codes * (scales != 0).repeat(GROUPS[weight.kind] // 2, -1))
     return changed.torch() if is_torch(weight.codes) else changed
 
 
 def stored_bytes(layout: Layout, scales: Any) -> Any:
     """What the bytes of the scales must be: themselves, or vLLM's arithmetic in words of its own."""
     inner = layout.layout if isinstance(layout, GateUp) else layout
-    if not isinstance(inner, Marlin) or inner.scale_format == "e4m3":
+    if not isinstance(inner, Fragments) and not (isinstance(inner, Marlin) and inner.scale_format == "s0e5m3"):
         return scales
-    values = E4M3[scales]
-    half = (values * np.float32(inner.factor(scales))).astype(np.float16) * np.float16(128)
+    factor = inner.factor(scales) if isinstance(inner, Marlin) else 1
+    half = (E4M3[scales] * np.float32(factor)).astype(np.float16) * np.float16(128)
     return ((half.view(np.uint16) << 1) >> 8).astype(np.uint8)
+
+
+def in_steps(layout: Layout, name: str, buffers: dict[str, Any]) -> Any:
+    """The bytes of a buffer with codes in 4-bit steps, where the layout moves the bits of each 4 bytes."""
+    flat = to_numpy(buffers[name])
+    if not layout.codes.bits or "codes" not in layout.buffers[name]:
+        return flat
+    bits = np.unpackbits(flat, axis=-1, bitorder="little")
+    words = bits.reshape(*flat.shape[:-1], flat.shape[-1] // 4, 32)
+    return np.packbits(words[..., layout.codes.bits].reshape(bits.shape), axis=-1, bitorder="little")
 
 
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -140,7 +155,7 @@ def check_places(layout: Layout, weight: Packable, packed: Packed) -> None:
     buffers, rng = packed.buffers(), np.random.default_rng(0)
     group, true_k = GROUPS[weight.kind], weight.shape[-1]
     n, k = weight.shape[-2], weight.scales.shape[-1] * group
-    left = {name: nibbles(buffers[name]) for name in layout.buffers}
+    left = {name: nibbles(in_steps(layout, name, buffers)) for name in layout.buffers}
     scales = np.repeat(stored_bytes(layout, to_numpy(weight.scales)), group, -1)
     for plane, values in (("codes", nibbles(weight.codes)), ("scales", scales)):
         (name,) = (name for name, parts in layout.buffers.items() if plane in parts)
@@ -148,7 +163,7 @@ def check_places(layout: Layout, weight: Packable, packed: Packed) -> None:
         assert first.shape == (n,)
         assert second.shape == (k,)
         at = first[:, None] + second[None, :]
-        flat = nibbles(buffers[name]) if plane == "codes" else to_numpy(buffers[name])
+        flat = nibbles(in_steps(layout, name, buffers)) if plane == "codes" else to_numpy(buffers[name])
         assert_same_bytes(flat[..., at], values)
         places = np.unique(at)
         assert places.size == (at.size if plane == "codes" else at.size // group)

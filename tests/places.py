@@ -10,6 +10,7 @@ from halfbyte.layouts import (
     Columns,
     Comfy,
     ExpertsOutPair,
+    Fragments,
     GateUp,
     Gguf,
     Layout,
@@ -98,6 +99,18 @@ def shuffled(n, size):
     return n - i + i % (size // 8) * 8 + i // (size // 8)
 
 
+def fragment_code(n, k, rows, columns):
+    """Before the bits of each word are moved: nibble p, rh, h of word t, u, g, kt, c."""
+    unit = n // 16 * (up(columns, 64) // 64) + k // 64
+    word = 128 * unit + n % 8 * 16 + k % 64 // 16 * 4 + k % 8 // 2
+    return 4 * word + 2 * (k % 2) + n % 16 // 8, k % 16 // 8
+
+
+def fragment_scale(n, b, rows, columns):
+    unit = n // 16 * (up(columns, 64) // 64) + b // 4
+    return 64 * unit + n % 8 * 8 + b % 4 * 2 + n % 16 // 8
+
+
 def moved(place, rows_to):
     return lambda n, x, rows, columns: place(rows_to(n, rows), x, rows, columns)
 
@@ -136,6 +149,8 @@ PLACES: list[tuple[Layout, Code, Scale]] = [
     (Trtllm(64), moved(row_code, lambda n, rows: shuffled(n, 16)), moved(atom, lambda n, rows: shuffled(n, 16))),
     (Comfy(), comfy_code, atom),
     (Gguf(), gguf_code, gguf_scale),
+    (Fragments(), fragment_code, fragment_scale),
+    (Fragments("float16"), fragment_code, fragment_scale),
     (GateUp("concatenated", Gguf()), gguf_code, gguf_scale),
     (GateUp("up_first", Rows()), moved(row_code, up_first), moved(row_scale, up_first)),
     (GateUp("interleaved", Marlin()), moved(marlin_code(64), interleaved), moved(marlin_scale(64), interleaved)),

@@ -116,13 +116,19 @@ def _portable() -> bool:
     return asked == "portable"
 
 
-_here: Final = threading.local()
-"""Of this thread of Python: whether others compute beside it."""
+class _Here(threading.local):
+    """Of this thread of Python."""
+
+    alone = False
+    """Whether others compute beside it."""
+
+
+_here: Final = _Here()
 
 
 def alone(function: Callable[[], T]) -> T:
     """Call a function that is one of several at once: what it computes, it computes on one thread."""
-    before, _here.alone = getattr(_here, "alone", False), True
+    before, _here.alone = _here.alone, True
     try:
         return function()
     finally:
@@ -135,7 +141,7 @@ def thread_count() -> int:
     Raises:
         UsageError: HALFBYTE_THREADS is not a positive number.
     """
-    return 1 if getattr(_here, "alone", False) else _all_threads()
+    return 1 if _here.alone else _all_threads()
 
 
 @functools.cache
@@ -179,7 +185,7 @@ def run(code: Callable[..., None], *args: Any) -> None:
         UsageError: as ``thread_count``.
     """
     if _layer.concurrent:
-        if _layer.all_threads and not getattr(_here, "alone", False):
+        if _layer.all_threads and not _here.alone:
             code(*args)
         else:
             _on_threads(code, args)

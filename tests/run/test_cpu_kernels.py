@@ -17,7 +17,7 @@ import pytest
 from checkpoints import environment
 from halfbyte import jit
 from halfbyte.kernels import LinearArgs
-from halfbyte.kernels.cpu import exact
+from halfbyte.kernels.cpu import exact, panels
 from halfbyte.numerics import BLOCK, decode_e2m1, decode_e4m3
 from halfbyte.ops import linear, pack, plan
 from halfbyte.weight import Weight, float_dtype, to_numpy, to_torch
@@ -116,6 +116,64 @@ def test_axes_and_strides(kernel, dtype):
     assert np.array_equal(run(kernel, x[0, 0], packed), run(kernel, x[:1, 0], packed)[0])
     assert run(kernel, x[:0], packed).shape == (0, 3, 37)
     assert run(kernel, x[0, :0], packed).shape == (0, 37)
+
+
+# -- panels, which are for many tokens and other CPUs --
+
+
+@pytest.fixture
+def intel(monkeypatch):
+    """A CPU whose float32 products have no wider unit beside them."""
+    monkeypatch.setattr(jit, "cpu_name", lambda: "sapphirerapids")
+    monkeypatch.setattr(panels, "_blas_threads", jit.thread_count)
+
+
+@needs_numba
+@pytest.mark.usefixtures("intel")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(128, 1, 16), (129, 77, 48), (130, 192, 4096), (131, 300, 8191), (128, 33, 600)]
+)
+def test_panels(dtype, m, n, k, monkeypatch):
+    monkeypatch.setattr(panels, "_PANEL", 1 << 20)
+    per_row, out_dtype = n % 2 == 1, DTYPES[m % 3]
+    w, x = random_weight(n, k, per_row=per_row, pre_scale=k == 600), random_floats((m, k), dtype)
+    bias = random_floats((n,), dtype) if m % 2 else None
+    monkeypatch.setenv("HALFBYTE_KERNEL", "cpu-panels")
+    tensors = moved(x, "torch"), pack(w.torch()), moved(bias, "torch")
+    got = to_numpy(linear(*tensors, out_dtype=out_dtype))
+    assert_within_bound(got, *exact_linear(x, w, bias), w, out_dtype, 2)
+
+
+@needs_numba
+@pytest.mark.usefixtures("intel")
+def test_panels_decode_exactly(monkeypatch):
+    w = all_products(600)
+    exactly = decode_e2m1(w.codes) * np.repeat(decode_e4m3(w.scales), BLOCK, axis=-1) * w.scale2
+    monkeypatch.setenv("HALFBYTE_KERNEL", "cpu-panels")
+    y = linear(to_torch(np.eye(600, dtype=np.float32)), pack(w.torch()))
+    assert np.array_equal(to_numpy(y).T, exactly[:, :600])
+
+
+@needs_numba
+def test_when_panels_are_chosen(monkeypatch, intel):
+    w = random_weight(32, 64).torch()
+    monkeypatch.setattr(jit, "has", lambda feature: feature == "avx512bw")
+    for rows, name in ((127, "cpu-avx512"), (128, "cpu-panels"), (512, "cpu-panels")):
+        assert plan("linear", w, rows=rows, dtype="float32").kernel == name
+    of_numpy = plan("linear", w.numpy(), rows=128, dtype="float32")
+    assert of_numpy.kernel == "cpu-avx512"
+    assert dict(of_numpy.refusals)["cpu-panels"] == "takes torch tensors, not NumPy arrays"
+    monkeypatch.setattr(jit, "cpu_name", lambda: "znver4")
+    chosen = plan("linear", w, rows=128, dtype="float32")
+    assert chosen.kernel == "cpu-avx512"
+    assert dict(chosen.refusals)["cpu-panels"] == "is no faster than cpu-avx512 on this CPU (znver4)"
+    monkeypatch.setattr(jit, "cpu_name", lambda: "znver3")
+    monkeypatch.setattr(jit, "has", lambda feature: False)
+    assert plan("linear", w, rows=128, dtype="float32").kernel == "cpu-panels"
+    monkeypatch.setattr(panels, "_blas_threads", lambda: 99)
+    reason = f"computes on the 99 threads of torch, where {jit.thread_count()} are asked for"
+    assert dict(plan("linear", w, rows=128, dtype="float32").refusals)["cpu-panels"] == reason
 
 
 # -- values --

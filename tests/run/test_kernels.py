@@ -63,7 +63,7 @@ def test_every_kernel_runs_here(kernel):
     if any(case[0] is kernel for case in places(dtype=DTYPES)):
         return
     reasons = min((kernel.refuse(call_like(dtype=d, library=b)) for d in DTYPES for b in ("numpy", "torch")), key=len)
-    assert all(re.match("needs |numba |NUMBA_", reason) for reason in reasons), reasons
+    assert all(re.match("needs |numba |NUMBA_|is for 128 tokens", reason) for reason in reasons), reasons
     pytest.skip(f"{kernel.name} {', '.join(reasons)}")
 
 
@@ -379,6 +379,7 @@ class TestPlan:
         assert chosen.kernel == "cpu-portable"
         assert chosen.refusals == (
             ("cpu-bf16", "needs avx512bf16 and avx512bw, which this CPU has not or HALFBYTE_CPU hides"),
+            ("cpu-panels", "is for 128 tokens and more, not 16"),
             ("cpu-avx512", "needs avx512bw, which this CPU has not or HALFBYTE_CPU hides"),
             ("reference-numpy", "takes NumPy arrays, not torch tensors"),
         )
@@ -393,7 +394,13 @@ class TestPlan:
         chosen = plan("linear", self.packed, rows=16)
         assert chosen.kernel == "reference-numpy"
         assert chosen.refusals == (
-            *((name, missing) for name in ("cpu-bf16", "cpu-avx512", "cpu-portable")),
+            ("cpu-bf16", missing),
+            (
+                "cpu-panels",
+                f"{missing}, and takes torch tensors, not NumPy arrays, and is for 128 tokens and more, not 16",
+            ),
+            ("cpu-avx512", missing),
+            ("cpu-portable", missing),
             ("reference-torch", "takes torch tensors, not NumPy arrays"),
         )
         assert plan("linear", self.packed.to("cpu"), rows=16).kernel == "reference-torch"
@@ -407,6 +414,7 @@ class TestPlan:
             "flops                28,311,552",
             "extra                0 bytes of the weight held twice",
             "not cpu-bf16         needs avx512bf16 and avx512bw, which this CPU has not or HALFBYTE_CPU hides",
+            "not cpu-panels       is for 128 tokens and more, not 16",
             "not cpu-avx512       needs avx512bw, which this CPU has not or HALFBYTE_CPU hides",
             "not reference-numpy  takes NumPy arrays, not torch tensors",
             "note                 activations that are not contiguous are copied once: 24,576 values",
@@ -447,6 +455,7 @@ class TestPlan:
             "cpu-avx512: takes one matrix (N, K), not expert axes (2,); "
             "cpu-portable: takes one matrix (N, K), not expert axes (2,); "
             "reference-torch: takes one matrix (N, K), not expert axes (2,); "
+            "cpu-panels: takes one matrix (N, K), not expert axes (2,), and is for 128 tokens and more, not 1; "
             "reference-numpy: takes NumPy arrays, not torch tensors, and takes one matrix (N, K), not expert axes (2,)"
         )
 

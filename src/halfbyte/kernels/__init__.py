@@ -9,7 +9,7 @@ from halfbyte.errors import NoKernelError, UsageError
 from halfbyte.kernels import attention, int8, reference
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, C, Call, Cost, Kernel, LinearArgs
-from halfbyte.kernels.cpu import exact
+from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
 from halfbyte.kernels.descriptors import TensorDesc
 from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
@@ -18,6 +18,7 @@ from halfbyte.kernels.int8 import Int8Args, Int8Call
 
 KERNELS: tuple[Kernel[Any, Any], ...] = (
     exact.BF16,
+    panels.PANELS,
     exact.AVX512,
     exact.PORTABLE,
     reference.TORCH,

@@ -13,6 +13,7 @@ from halfbyte.layouts.columns import Columns
 from halfbyte.layouts.comfy import Comfy
 from halfbyte.layouts.executors import Executor, executor
 from halfbyte.layouts.experts_out_pair import ExpertsOutPair
+from halfbyte.layouts.fragments import Fragments
 from halfbyte.layouts.gate_up import GateUp
 from halfbyte.layouts.gguf import Gguf
 from halfbyte.layouts.marlin import Marlin
@@ -34,6 +35,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Trtllm(),
     Comfy(),
     Gguf(),
+    Fragments(),
     GateUp("up_first", Rows()),
 )
 
@@ -45,6 +47,7 @@ __all__ = [
     "Comfy",
     "Executor",
     "ExpertsOutPair",
+    "Fragments",
     "GateUp",
     "Gguf",
     "Layout",

@@ -108,6 +108,11 @@ class Layout:
         return "NaN and negative block scales" if self.kind == "nvfp4" else "NaN block scales"
 
     @property
+    def zero_blocks(self) -> Literal["kept", "canonical"]:
+        """Whether the codes of blocks whose scale is 0 are kept, or packed as 0 and so come back as 0."""
+        return "kept"
+
+    @property
     def group(self) -> int:
         """The codes along K that share a block scale."""
         return BLOCK if self.kind == "nvfp4" else MX_BLOCK
@@ -196,6 +201,7 @@ class Layout:
         """Two i64 vectors over N and over K, of whole blocks: element (n, k) lies at ``first[n] + second[k]``.
 
         In 4-bit steps for codes, the low nibble of a byte first, and in bytes for scales, of the plane's buffer.
+        Where the order states bits, ``codes.bits`` moves those of each 8 steps then.
         """
         order, steps = (self.codes, 2) if plane == "codes" else (self.scales, 1)
         first, second = order.offsets(self.grid(shape, plane))
@@ -225,7 +231,8 @@ class Layout:
         if reason:
             raise LayoutError(f"layout {self.name} cannot hold this weight: {reason}", got=weight.shape)
         scales, extras = self.to_stored(weight)
-        planes: dict[Plane, Array] = {"codes": weight.codes, "scales": scales}
+        codes = weight.codes if self.zero_blocks == "kept" else _without_zero_blocks(weight)
+        planes: dict[Plane, Array] = {"codes": codes, "scales": scales}
         always, optional = self.beside
         buffers = {
             **{name: self._arranged(name, planes, weight.shape) for name in self.buffers},
@@ -235,7 +242,7 @@ class Layout:
         return Packed(self, weight.shape, {name: b for name, b in buffers.items() if b is not None})
 
     def unpack(self, packed: Packed) -> Packable:
-        """The weight again, bit for bit."""
+        """The weight again, bit for bit but for what ``zero_blocks`` says."""
         b = packed.buffers()
         planes: dict[Plane, Array] = {}
         for name in self.buffers:
@@ -383,7 +390,7 @@ class Packed:
         return Packed(self.layout, self.shape[1:], buffers)
 
     def unpack(self) -> Packable:
-        """The weight again, bit for bit."""
+        """The weight again, bit for bit but for what the layout's ``zero_blocks`` says."""
         return self.layout.unpack(self)
 
 
@@ -392,6 +399,15 @@ def _wrong_scales(kind: Kind, scales: Array) -> dict[str, Array]:
     if kind == "mxfp4":
         return {"NaN": scales == 255}
     return {"NaN": (scales & 127) == 127, "negative": scales >= 128}
+
+
+def _without_zero_blocks(weight: Packable) -> Array:
+    """The codes, 0 in blocks whose scale is 0."""
+    zero = weight.scales == 0
+    if not bool(zero.any()):
+        return weight.codes
+    blocks = weight.codes.reshape(*zero.shape, weight.codes.shape[-1] // zero.shape[-1])
+    return (blocks * ~zero[..., None]).reshape(weight.codes.shape)
 
 
 def first_true(bad: Array) -> list[int]:

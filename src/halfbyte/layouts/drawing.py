@@ -20,7 +20,8 @@ def drawing(layout: Layout) -> str:
     """Where ``layout`` puts codes and scales: what lies first in memory, and what a step in memory moves by.
 
     Steps are in nibbles for codes, the low one of a byte first, and in bytes for scales. ``n3 k16`` is the code in row
-    3 and column 16, or the scale of the block that begins there. N and K stand for the padded sizes. Of a layout that
+    3 and column 16, or the scale of the block that begins there. N and K stand for the padded sizes. Where the bits of
+    each 8 codes are moved, a line says where to in their 32 bits, those of the first byte the lowest. Of a layout that
     moves whole rows, all its orders are drawn, a step being a row in memory.
     """
     if layout.row_orders:
@@ -76,7 +77,11 @@ def _drawn(title: str, order: Order, block: tuple[int, int], whole: tuple[int, i
             free.append(count)
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     table = [f"    {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
-    return "\n".join([head, *table, f"    first{_sample(order, block)}: " + ", ".join(_first(order, block))])
+    table.append(f"    first{_sample(order, block)}: " + ", ".join(_first(order, block)))
+    if order.bits:
+        codes = [" ".join(map(str, order.bits[i : i + 4])) for i in range(0, len(order.bits), 4)]
+        table += [f"    their bits, the lowest first: {', '.join(codes[:4])},", f"        {', '.join(codes[4:])}"]
+    return "\n".join([head, *table])
 
 
 def _move(order: Order, digit: str, block: tuple[int, int]) -> str:

@@ -136,7 +136,7 @@ def choose(order: Order, shape: tuple[int, ...], codes: bool, record: Record | N
 
 
 def _is_compiled(order: Order, a: Any, shape: Sequence[int], codes: bool) -> bool:
-    if is_torch(a) or a.dtype.itemsize != 1:
+    if is_torch(a) or a.dtype.itemsize != 1 or order.bits:
         return False
     size = prod(shape) // (2 if codes else 1)
     return size >= SMALL and choose(order, tuple(shape), codes, None, size).name != "numpy"
@@ -230,7 +230,8 @@ def arrange_codes(order: Order, codes: Array) -> Array:
     whole = order.whole_bytes()
     if whole is not None:
         return _arrange(whole, _swap(codes) if order.high_first else codes)
-    return _pack(_arrange(order, _unpack(codes)))  # an odd count leaves the last high nibble 0
+    flat = _pack(_arrange(order, _unpack(codes)))  # an odd count leaves the last high nibble 0
+    return _shifted(flat, order.shifts())
 
 
 def restore_codes(order: Order, flat: Array, shape: tuple[int, int]) -> Array:
@@ -245,6 +246,7 @@ def restore_codes(order: Order, flat: Array, shape: tuple[int, int]) -> Array:
     if whole is not None:
         codes = _restore(whole, flat, (n, k // 2))
         return _swap(codes) if order.high_first else codes
+    flat = _shifted(flat, order.shifts(back=True))
     return _pack(_restore(order, _unpack(flat)[..., : order.count(shape)], shape))
 
 
@@ -263,7 +265,7 @@ def _check_size(flat: Array, size: int) -> None:
 
 def _on_cuda(order: Order, a: Any, shape: Sequence[int], codes: bool) -> bool:
     """Whether Triton moves this; if not, PyTorch does."""
-    bytes_on_cuda = is_torch(a) and a.is_cuda and a.dtype.itemsize == 1
+    bytes_on_cuda = is_torch(a) and a.is_cuda and a.dtype.itemsize == 1 and not order.bits
     return bytes_on_cuda and _cuda().refuse(order, shape, codes=codes) is None
 
 
@@ -276,6 +278,29 @@ def _cuda() -> Any:
 def _swap(packed: Array) -> Array:
     """The nibbles of each byte exchanged."""
     return (packed >> 4) | (packed << 4)
+
+
+def _shifted(flat: Array, shifts: Sequence[tuple[int, int]]) -> Array:
+    """The bits of each 4 bytes moved."""
+    if not shifts:
+        return flat
+    if not is_torch(flat):
+        words: Any = np.ascontiguousarray(flat).view("<u4")
+        return _or(words, shifts).view(np.uint8)
+    import torch
+
+    line: Any = flat.reshape(-1)
+    words = (line.clone() if line.storage_offset() % 4 or line.stride() != (1,) else line).view(torch.int32)
+    signed = [(shift, mask - (mask >> 31 << 32)) for shift, mask in shifts]
+    return _or(words, signed).view(torch.uint8).reshape(flat.shape)
+
+
+def _or(words: Any, shifts: Sequence[tuple[int, int]]) -> Any:
+    """One to the right may copy the sign, which no mask keeps."""
+    moved = words & 0
+    for shift, mask in shifts:
+        moved |= (words << shift if shift >= 0 else words >> -shift) & mask
+    return moved
 
 
 def _unpack(packed: Array) -> Array:

@@ -41,7 +41,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from halfbyte.errors import LayoutError
 from halfbyte.layouts.base import Kind, Layout, Packable, Packed
@@ -119,6 +119,10 @@ class GateUp(Layout):
     @property
     def refuses(self) -> str:
         return self.layout.refuses
+
+    @property
+    def zero_blocks(self) -> Literal["kept", "canonical"]:
+        return self.layout.zero_blocks
 
     def of_kind(self, kind: str) -> Layout | None:
         inner = self.layout.of_kind(kind)

@@ -6,11 +6,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from halfbyte.errors import LayoutError
+
+WORD: Final = 32
+"""Bits of a word whose bits an order may state."""
+CODES: Final = WORD // 4
 
 _AXIS = r"\s*(?:\w+|\(\s*\w+(?:\s+\w+)*\s*\))"
 _STATEMENT = re.compile(rf"{_AXIS}(?:\s+|(?<=\))|(?=\s*\())(?:{_AXIS})\s*->\s*-?\w+(?:\s+-?\w+)*\s*")
@@ -25,16 +29,22 @@ class Order:
     has no size: it is what remains. A digit with a minus in the memory order runs backwards there:
     ``"n (k p) -> n k -p"`` with p=2 has the odd k of each pair first, which for codes is the high nibble first.
 
+    An order of 4-bit codes may state where bits lie too: of each 8 codes that follow each other in memory, a
+    little-endian word whose lowest nibble is the first, bit i lies at ``bits[i]``.
+
     Args:
         pattern: two axes, N then K, each a digit or a parenthesised list of digits; then the memory order.
+        bits: a permutation of 0 to 31; empty where bits lie as they are.
         sizes: the size of each digit but one of each axis.
     """
 
     pattern: str
+    bits: tuple[int, ...]
     sizes: tuple[tuple[str, int], ...]
 
-    def __init__(self, pattern: str, **sizes: int) -> None:
+    def __init__(self, pattern: str, *, bits: Sequence[int] = (), **sizes: int) -> None:
         object.__setattr__(self, "pattern", pattern)
+        object.__setattr__(self, "bits", tuple(bits))
         object.__setattr__(self, "sizes", tuple(sorted(sizes.items())))
         if not _STATEMENT.fullmatch(pattern):
             raise LayoutError("not a statement", got=repr(pattern), expected="two axes -> digits in memory order")
@@ -45,6 +55,12 @@ class Order:
             raise LayoutError("the statement's digits, memory order and sizes do not agree", got=str(self))
         if not all(type(size) is int and size > 0 for size in sizes.values()):
             raise LayoutError("the size of a digit is not a positive integer", got=str(self))
+        if bits and (sorted(bits) != list(range(WORD)) or prod(sizes.values()) % CODES):
+            raise LayoutError(
+                "not bits of words of whole tiles",
+                got=f"{self}; {self.bits}",
+                expected="each of 0 to 31, 8 codes a word",
+            )
 
     def __str__(self) -> str:
         return f"{self.pattern}  {', '.join(f'{name}={size}' for name, size in self.sizes)}".rstrip()
@@ -104,7 +120,7 @@ class Order:
     def whole_bytes(self) -> Order | None:
         """For an order of 4-bit codes: the same order of bytes, where pairs along K stay together."""
         last = self.axes[1][-1]
-        if self.memory[-1] != last:
+        if self.memory[-1] != last or self.bits:
             return None
         sizes = dict(self.sizes)
         if last not in sizes:
@@ -112,12 +128,23 @@ class Order:
         if sizes[last] % 2:
             return None
         sizes[last] //= 2
-        return Order(self.pattern, **sizes)
+        return Order(self.pattern, bits=(), **sizes)
+
+    def shifts(self, back: bool = False) -> tuple[tuple[int, int], ...]:
+        """(shift, mask) of what moves the bits of a word to their places, or back: the OR of ``word << shift & mask``.
+
+        Where shift is negative it is to the right; none where bits lie as they are.
+        """
+        masks: dict[int, int] = {}
+        for first, second in enumerate(self.bits):
+            source, target = (second, first) if back else (first, second)
+            masks[target - source] = masks.get(target - source, 0) | 1 << target
+        return tuple(sorted(masks.items()))
 
     def moves_nothing(self, shape: Sequence[int]) -> bool:
         """Whether memory is the matrix as it lies: no digit moves and nothing is padded."""
         n, k = self.axes
-        still = self.memory == n + k and not self.backwards
+        still = self.memory == n + k and not self.backwards and not self.bits
         return still and all(size % multiple == 0 for size, multiple in zip(shape, self.multiples, strict=True))
 
     @property

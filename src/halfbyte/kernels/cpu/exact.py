@@ -26,7 +26,9 @@ kernel           needs                                        takes
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -43,9 +45,26 @@ _ROUND: Final = 256
 _KINDS: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
+def _data_word() -> int | None:
+    """Where a NumPy array holds the address of its elements: behind what every object of CPython has; None if not."""
+    place, probe = object.__basicsize__, np.empty(1, np.uint8)
+    if sys.implementation.name != "cpython":
+        return None
+    found = ctypes.c_size_t.from_address(id(probe) + place).value
+    return place if found == probe.__array_interface__["data"][0] else None
+
+
+_DATA_WORD: Final = _data_word()
+_word = ctypes.c_size_t.from_address
+
+
 def address_of(a: Array) -> int:
     """Where an array's first element lies."""
-    return int(a.data_ptr() if is_torch(a) else a.__array_interface__["data"][0])
+    if is_torch(a):
+        return int(a.data_ptr())
+    if _DATA_WORD is None:
+        return int(a.__array_interface__["data"][0])
+    return _word(id(a) + _DATA_WORD).value  # 0.2 us, where the array's own answer takes 1 us
 
 
 class _Scratch(threading.local):
@@ -114,7 +133,8 @@ def _bind(args: LinearArgs, form: str, width: int) -> Callable[[Array, Array | N
     return run_numpy
 
 
-def _refuse(call: Call) -> tuple[str, ...]:
+def why_not_rows(call: Call) -> tuple[str, ...]:
+    """Why no compiled product on the CPU takes a call."""
     reasons = []
     if call.device != "cpu":
         reasons.append(f"runs on the CPU, not on {call.device}")
@@ -145,7 +165,7 @@ def _kernel(
     """
 
     def refuse(call: Call) -> tuple[str, ...]:
-        reasons = _refuse(call)
+        reasons = why_not_rows(call)
         lacking = [feature for feature in features if not reasons and not jit.has(feature)]
         if lacking:
             reasons += (f"needs {' and '.join(lacking)}, which this CPU has not or HALFBYTE_CPU hides",)

@@ -23,13 +23,11 @@ from numba import carray, njit, prange, types
 from numba.extending import intrinsic
 
 from halfbyte import jit
-from halfbyte.kernels.cpu.vectors import F16, F32, I8, I32, I64, Emit, vector
+from halfbyte.kernels.cpu.scalars import BF16_KIND, F32_KIND, bits_of, float_of, narrow, widen
+from halfbyte.kernels.cpu.vectors import I8, I32, I64, Emit, vector
 
 TOKENS = {"vnni": 6, "portable": 2}
 """The forms, and the most tokens in a tile."""
-F32_KIND, BF16_KIND, F16_KIND = range(3)
-"""Numbers of dtypes in calls."""
-
 STEP = 64
 """Weights of a row in a step."""
 UNIT = 32
@@ -64,42 +62,6 @@ _f32_at, _i32_at, _u32_at, _u16_at, _i8_at = (
 )
 
 
-@intrinsic
-def _widen(typing: Any, bits: Any) -> Any:
-    """Bits of an fp16 to f32."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.fpext(builder.bitcast(values[0], F16), F32)
-
-    return _f32(types.uint16), code
-
-
-@intrinsic
-def _narrow(typing: Any, value: Any) -> Any:
-    """f32 to the bits of the nearest fp16."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(values[0], F16), context.get_value_type(types.uint16))
-
-    return types.uint16(_f32), code
-
-
-@intrinsic
-def _bits(typing: Any, value: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.bitcast(values[0], context.get_value_type(types.uint32))
-
-    return types.uint32(_f32), code
-
-
-@intrinsic
-def _float(typing: Any, bits: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.bitcast(values[0], F32)
-
-    return _f32(types.uint32), code
-
-
 @_inner
 def _read(kind, address, count, to):
     """Elements of an array of a dtype, as f32."""
@@ -111,10 +73,10 @@ def _read(kind, address, count, to):
     words = carray(_u16_at(address), count)
     if kind == BF16_KIND:
         for i in range(count):
-            to[i] = _float(np.uint32(np.uint32(words[i]) << np.uint32(16)))
+            to[i] = float_of(np.uint32(np.uint32(words[i]) << np.uint32(16)))
     else:
         for i in range(count):
-            to[i] = _widen(words[i])
+            to[i] = widen(words[i])
 
 
 @_inner
@@ -129,14 +91,14 @@ def _quantize(kind, x, pre, k, unsigned, out, scale, start):
             values[i] *= factors[i]
     top = np.uint32(0)
     for i in range(k):
-        top = max(top, np.uint32(_bits(values[i]) & _MAGNITUDE))
+        top = max(top, np.uint32(bits_of(values[i]) & _MAGNITUDE))
     codes, scales, starts = carray(_i8_at(out), padded), carray(_f32_at(scale), 1), carray(_i32_at(start), 1)
-    amax, total = _float(top), np.int32(0)
+    amax, total = float_of(top), np.int32(0)
     if top == 0 or top >= _INFINITY:
         codes[:] = 0
     else:
         for i in range(k):
-            moved = np.int32(_bits(values[i] / amax * _MAX + _NEAREST) - _NEAREST_BITS)
+            moved = np.int32(bits_of(values[i] / amax * _MAX + _NEAREST) - _NEAREST_BITS)
             total = np.int32(total + moved)
             codes[i] = np.int8(moved)
         codes[k:] = 0
@@ -274,13 +236,13 @@ def _finish(sums, x_scales, count, held, scales, biases, rows, out, next_out, ou
             continue
         if out_kind == BF16_KIND:
             for i in range(UNIT):
-                bits = _bits(values[i])
+                bits = bits_of(values[i])
                 rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
                 special = (bits >> np.uint32(16)) | np.uint32(0x40)
                 words[i] = np.uint16(special if np.isnan(values[i]) else rounded)
         else:
             for i in range(UNIT):
-                words[i] = _narrow(values[i])
+                words[i] = narrow(values[i])
         halves = carray(_u16_at(out + 2 * t * next_out), rows)
         for i in range(rows):
             halves[i] = words[i]

@@ -20,16 +20,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from halfbyte import jit
+from halfbyte.kernels.cpu.scalars import BF16_KIND, F32_KIND, bits_of, float_of, narrow, widen
 from halfbyte.kernels.cpu.tiles import GAIN, ROUND, STEP, emit_tile, staging
-from halfbyte.kernels.cpu.vectors import F16, F32, I8, I64, Emit
+from halfbyte.kernels.cpu.vectors import I8, I64, Emit
 
 NAMES = ("bf16", "halves", "fma", "portable")
 FORMS = (("bf16", 1), ("bf16", 2), ("fma", 1), ("portable", 1))
 BF16, HALVES, FMA, PORTABLE = range(4)
 """Numbers of the forms: of bf16 activations, of fp16 ones in two bf16 parts, and of f32."""
-F32_KIND, BF16_KIND, F16_KIND = range(3)
-"""Numbers of dtypes in calls."""
-
 FEW, UNIT, MANY = 32, 128, 4096
 """Rows that a thread takes at a time: UNIT where more than TOKENS tokens meet MANY rows, so that activations are read
 less often; else FEW, so that all threads have some."""
@@ -106,42 +104,6 @@ _tile_memory = _stack_of(_TAIL + 64)
 """What is left of four rows after whole rounds, and the sums of a tile."""
 
 
-@intrinsic
-def _widen(typing: Any, bits: Any) -> Any:
-    """Bits of an fp16 to f32."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.fpext(builder.bitcast(values[0], F16), F32)
-
-    return _f32(types.uint16), code
-
-
-@intrinsic
-def _narrow(typing: Any, value: Any) -> Any:
-    """f32 to the bits of the nearest fp16."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(values[0], F16), context.get_value_type(types.uint16))
-
-    return types.uint16(_f32), code
-
-
-@intrinsic
-def _bits(typing: Any, value: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.bitcast(values[0], context.get_value_type(types.uint32))
-
-    return types.uint32(_f32), code
-
-
-@intrinsic
-def _float(typing: Any, bits: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.bitcast(values[0], F32)
-
-    return _f32(types.uint32), code
-
-
 @_inner
 def _get(kind, address, index):
     """Element ``index`` of an array of a dtype, as f32."""
@@ -149,8 +111,8 @@ def _get(kind, address, index):
         return _read_f32(address, index)
     bits = _read_u16(address, index)
     if kind == BF16_KIND:
-        return _float(np.uint32(bits) << np.uint32(16))
-    return _widen(bits)
+        return float_of(np.uint32(bits) << np.uint32(16))
+    return widen(bits)
 
 
 @_inner
@@ -159,13 +121,13 @@ def _put(kind, address, index, value):
     if kind == F32_KIND:
         _write_f32(address, index, value)
     elif kind == BF16_KIND:
-        bits = _bits(value)
+        bits = bits_of(value)
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         if np.isnan(value):
             rounded = (bits >> np.uint32(16)) | np.uint32(0x40)
         _write_u16(address, index, np.uint16(rounded))
     else:
-        _write_u16(address, index, _narrow(value))
+        _write_u16(address, index, narrow(value))
 
 
 @_inner
@@ -201,14 +163,14 @@ def _stage(form, kind, x, pre, true_k, k, out):
             continue
         for place in range(STEP):
             value = _read_f32(step, _STAGING[form, place])
-            high = _bits(value) & np.uint32(0xFFFF0000)
+            high = bits_of(value) & np.uint32(0xFFFF0000)
             at = (start + place // 32 * 32) * parts + place % 32
             _write_u16(out, at, np.uint16(high >> np.uint32(16)))
             if form == HALVES:
-                low = value - _float(high)
+                low = value - float_of(high)
                 if np.isnan(low):  # of an infinity, or of what is not a number already
                     low = np.float32(0)
-                _write_u16(out, at + 32, np.uint16(_bits(low) >> np.uint32(16)))
+                _write_u16(out, at + 32, np.uint16(bits_of(low) >> np.uint32(16)))
     return 0
 
 

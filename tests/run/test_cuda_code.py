@@ -1,0 +1,170 @@
+"""What GPU kernels compile to, looked at without a GPU: nothing spilled, nothing shuffled, few instructions a step.
+
+``make test`` compiles the first configuration of each kernel for each of its targets, ``make compile-check``
+(COMPILE_CHECK=all) every one. Each test prints its figures: ``pytest -rP tests/run/test_cuda_code.py -k NAME``.
+"""
+
+import importlib.util
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pytest
+
+from cuda_code import ARCHITECTURES, Code, Program
+from halfbyte.layouts import Marlin, cuda
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most registers of a thread, and the most instructions of a main loop for each of the matrix units'."""
+
+    registers: int
+    per_matrix: float | None = None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is looked at.
+
+    Args:
+        name: of the kernel.
+        programs: for a compute capability its programs by configuration; the first is the one of ``make test``.
+        limits: by compute capability, for every configuration.
+        targets: the compute capabilities that it is for.
+        matrix: whether it multiplies by matrix instructions.
+    """
+
+    name: str
+    programs: Callable[[int], Mapping[str, Program]]
+    limits: Mapping[int, Limit]
+    targets: tuple[int, ...] = ARCHITECTURES
+    matrix: bool = True
+
+
+def moves(capability):
+    """The move of Marlin's codes, both ways."""
+    from halfbyte.layouts.cuda_kernel import move
+
+    programs = {}
+    for name, back in (("pack", False), ("unpack", True)):
+        made = cuda.plan(Marlin().codes, (14336, 4096), 4, back)
+        words = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}[made.word]
+        arguments = {"source": words, "target": words}
+        programs[name] = Program(move, arguments, made.constants, {"num_warps": cuda.WARPS})
+    return programs
+
+
+KERNELS = (Kernel("move", moves, {80: Limit(48), 90: Limit(48)}, matrix=False),)
+
+
+def cases():
+    """(kernel, capability, configuration) of every test."""
+    if importlib.util.find_spec("triton") is None:
+        return []
+    found = []
+    for kernel in KERNELS:
+        for capability in kernel.targets:
+            names = list(kernel.programs(capability))
+            found += [(kernel, capability, name) for name in names[: None if os.environ.get("COMPILE_CHECK") else 1]]
+    return [pytest.param(*case, id=f"{case[0].name}-sm_{case[1]}-{case[2]}") for case in found]
+
+
+@needs_triton
+@pytest.mark.parametrize(("kernel", "capability", "name"), cases())
+def test_code(kernel, capability, name):
+    code = kernel.programs(capability)[name].compile(capability)
+    print(code)
+    assert code.warnings == []
+    assert (code.stack, code.spills) == (0, 0), str(code)
+    assert bool(code.matrix) == kernel.matrix, str(code)
+    assert [loop.shuffles for loop in code.loops] == [0] * len(code.loops), str(code)
+    limit = kernel.limits.get(capability)
+    if limit:
+        assert code.registers <= limit.registers, str(code)
+    if limit and limit.per_matrix:
+        assert code.loops, "no loop with a matrix instruction"
+        assert max(loop.per_matrix for loop in code.loops) <= limit.per_matrix, str(code)
+
+
+LISTING = """
+.text.kernel:
+        /*0000*/                   S2R R0, SR_TID.X ;
+        /*0010*/              @!P0 BRA `(.L_x_9) ;
+.L_x_1:
+.L_x_2:
+        /*0020*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0030*/                   BSSY B0, `(.L_x_4) ;
+        /*0040*/               @P1 BRA `(.L_x_4) ;
+        /*0050*/                   SHFL.BFLY PT, R3, R3, 0x1, 0x1f ;
+        /*0060*/                   BSYNC B0 ;
+.L_x_4:
+        /*0070*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR6], R1 ;
+        /*0080*/              @!P2 BRA `(.L_x_7) ;
+.L_x_5:
+        /*0090*/                   HMMA.16816.F32.BF16 R8, R4, R6, R8 ;
+        /*00a0*/               @P0 BRA `(.L_x_2) ;
+        /*00b0*/                   HMMA.16816.F32.BF16 R8, R4, R6, R8 ;
+        /*00c0*/               @P3 BRA `(.L_x_1) ;
+.L_x_9:
+        /*00d0*/                   STG.E desc[UR4][R2.64], R8 ;
+        /*00e0*/                   EXIT ;
+.L_x_7:
+        /*00f0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR6], R1 ;
+        /*0100*/              @!P2 BRA `(.L_x_7) ;
+        /*0110*/                   BRA `(.L_x_5) ;
+.L_x_8:
+        /*0120*/                   BRA `(.L_x_8);
+        /*0130*/                   NOP;
+"""
+LOG = """ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
+ptxas info    : Function properties for kernel
+    16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 78 registers, used 1 barriers
+"""
+
+
+def test_what_is_read_of_a_listing():
+    """Two loops that share their first instruction are one; the wait that lies out of line belongs to it."""
+    code = Code(LOG, LISTING, "", 0)
+    (loop,) = code.loops
+    assert loop.opcodes == Counter(
+        {
+            "LDG.E.128": 1,
+            "BSSY": 1,
+            "BRA": 6,
+            "SHFL.BFLY": 1,
+            "BSYNC": 1,
+            "SYNCS.PHASECHK.TRANS64.TRYWAIT": 2,
+            "HMMA.16816.F32.BF16": 2,
+        }
+    )
+    assert (loop.instructions, loop.matrix, loop.per_matrix, loop.shuffles) == (14, 2, 7, 1)
+    assert (code.registers, code.stack, code.spills, len(code.warnings)) == (78, 16, 12, 1)
+    assert (code.matrix, code.opcodes.total()) == (2, 19)
+
+
+def test_loops_inside_loops():
+    """Of nested loops the inner one counts, and without matrix instructions that which reads memory."""
+    outer = LISTING.replace(
+        ".L_x_1:\n.L_x_2:", ".L_x_1:\n        /*0018*/                   IMAD R0, R0, R0, R0 ;\n.L_x_2:"
+    )
+    (loop,) = Code(LOG, outer, "", 0).loops
+    assert (loop.instructions, loop.matrix) == (12, 1)
+    (loop,) = Code(LOG, outer.replace("HMMA.16816.F32.BF16", "FADD"), "", 0).loops
+    assert (loop.instructions, loop.matrix) == (12, 0)
+    spilled = Code(LOG, LISTING.replace("STG.E desc", "STL.64 desc"), "", 0)
+    assert spilled.spills == 13
+
+
+@needs_triton
+def test_spills_are_seen():
+    program = moves(90)["pack"]
+    tight = Program(program.kernel, program.arguments, program.constants, {**program.options, "maxnreg": 24})
+    code = tight.compile(90)
+    assert code.registers <= 24
+    assert code.spills > 0
+    assert code.stack > 0
