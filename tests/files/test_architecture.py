@@ -111,6 +111,9 @@ CHAINS = {
 In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention.
 What ends in _code is loaded only to run."""
 
+CUDA = {"choices", "launch"}
+"""In kernels.cuda: what every kernel may import, beside its own device code, the file of its name and _code."""
+
 EXECUTORS = {
     "order": set(),
     "executors": {"order", "compiled", "cuda"},
@@ -171,6 +174,9 @@ def test_nothing_is_imported_sideways(file):
     siblings = {other for other in imported(file) if other.startswith(f"{folder}.")}
     if folder.removeprefix("halfbyte.") in CHAINS:
         allowed = {f"{folder}.{sibling}" for sibling in CHAINS[folder.removeprefix("halfbyte.")].get(own, ())}
+    elif folder == "halfbyte.kernels.cuda":
+        codes = {s for s in siblings if s.endswith("_code") and own.endswith("_code")}
+        allowed = codes | {f"{folder}.{sibling}" for sibling in (CUDA | {f"{own}_code"}) - {own}}
     else:
         names = EXECUTORS.get(own, LAYOUT) if folder == "halfbyte.layouts" else {"base"} - {own}
         allowed = {f"{folder}.{sibling}" for sibling in names}
@@ -199,6 +205,7 @@ def test_no_star_imports_and_no_registering_decorators(file):
             ]
 
 
+NO_KERNELS = ("base", "compiled", "drawing", "choices", "launch")
 TABLES = {"layouts": "LAYOUTS", "recipes": "RECIPES", "dialects": "DIALECTS", "kernels": "KERNELS"}
 
 
@@ -227,7 +234,7 @@ def test_every_module_is_in_its_table(folder):
     while reached - grown:
         grown |= reached
         reached |= {other for name in grown & modules for other in imported(NAMES[name])} & modules
-    missing = {name for name in modules if name.rsplit(".", 1)[1] not in ("base", "compiled", "drawing")} - reached
+    missing = {name for name in modules if name.rsplit(".", 1)[1] not in NO_KERNELS} - reached
     assert not missing
 
 

@@ -8,15 +8,17 @@ from typing import Any
 from halfbyte.errors import NoKernelError, UsageError
 from halfbyte.kernels import attention, int8, reference
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
-from halfbyte.kernels.base import A, C, Call, Cost, Kernel, LinearArgs
+from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
+from halfbyte.kernels.cuda import choices, decode_gluon
 from halfbyte.kernels.descriptors import TensorDesc
 from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
 from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 from halfbyte.kernels.int8 import Int8Args, Int8Call
 
 KERNELS: tuple[Kernel[Any, Any], ...] = (
+    decode_gluon.GLUON,
     exact.BF16,
     panels.PANELS,
     exact.AVX512,
@@ -55,6 +57,7 @@ __all__ = [
     "TensorDesc",
     "VitFmha",
     "forced",
+    "ordered",
     "preflight",
     "select",
 ]
@@ -77,8 +80,17 @@ def forced(op: str) -> str | None:
     raise NoKernelError(f"HALFBYTE_KERNEL names no kernel for {op}", got=repr(name), expected=" or ".join(known))
 
 
+def ordered(bundle: type[A], call: AnyCall) -> list[Kernel[A, Any]]:
+    """The kernels of a bundle as ``select`` asks them: on a GPU the best measured first, then in the table's order."""
+    found = [kernel for kernel in KERNELS if kernel.bundle is bundle]
+    if isinstance(call, Call) and call.capability:
+        best = [choice.kernel for choice in choices.pick(call.capability, call.shape, call.rows, call.dtype)]
+        found.sort(key=lambda kernel: best.index(kernel.name) if kernel.name in best else len(best))
+    return found
+
+
 def select(bundle: type[A], call: C) -> Kernel[A, C]:
-    """The kernel that runs a call: the first in the table that does not refuse, or the one HALFBYTE_KERNEL names.
+    """The kernel that runs a call: the first of ``ordered`` that does not refuse, or the one HALFBYTE_KERNEL names.
 
     Args:
         bundle: the class of the arguments; the kernel's type follows from it.
@@ -93,8 +105,8 @@ def select(bundle: type[A], call: C) -> Kernel[A, C]:
         raise UsageError(f"a call of another op than {bundle.__name__}'s", got=repr(call.op), expected=bundle.op)
     name = forced(bundle.op)
     declined = []
-    for kernel in KERNELS:
-        if kernel.bundle is bundle and name in (None, kernel.name):
+    for kernel in ordered(bundle, call):
+        if name in (None, kernel.name):
             reasons = kernel.refuse(call)
             if not reasons:
                 return kernel

@@ -7,6 +7,7 @@ states its bundle's class: type checkers refuse a launch on another, and ``Kerne
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +19,9 @@ from halfbyte.layouts import Layout, Packed
 from halfbyte.numerics import Array, is_torch
 
 Library = Literal["numpy", "torch"]
+
+ALIGNED: Final = 16
+"""Bytes that a GPU loads at once: arrays of a kernel there begin at multiples of it."""
 
 LARGEST_SCALE: Final = 0x7E
 """The byte of 448: above it are NaN and the negative ones."""
@@ -63,6 +67,8 @@ class Call:
         library: that of all arrays.
         bias: a bias is added.
         odd_scales: some block scale is negative or NaN.
+        capability: the compute capability of the GPU, 90 for sm_90; 0 on other devices, or where none is known.
+        aligned: codes and scales begin at multiples of 16 bytes; looked for on a GPU only.
 
     Raises:
         UsageError: a layout of another kind of weight.
@@ -80,12 +86,24 @@ class Call:
     library: Library
     bias: bool
     odd_scales: bool = False
+    capability: int = 0
+    aligned: bool = True
 
     def __post_init__(self) -> None:
         check_kind(self.layout)
 
     @staticmethod
-    def on(weight: Packed, *, rows: int, dtype: str, out_dtype: str, device: str, library: Library, bias: bool) -> Call:
+    def on(
+        weight: Packed,
+        *,
+        rows: int,
+        dtype: str,
+        out_dtype: str,
+        device: str,
+        library: Library,
+        bias: bool,
+        capability: int = 0,
+    ) -> Call:
         """The linear call on a weight; UsageError where it is not NVFP4."""
         check_kind(weight.layout)
         buffers = weight.buffers()
@@ -101,13 +119,20 @@ class Call:
             library=library,
             bias=bias,
             odd_scales=device == "cpu" and odd_scales(weight),
+            capability=capability,
+            aligned=device != "cuda" or all(_is_aligned(buffers[name]) for name in weight.layout.buffers),
         )
 
     def __str__(self) -> str:
         return (
             f"{self.op} with layout {self.layout.key}, shape {self.shape}, M={self.rows}, {self.dtype}, "
-            f"{self.library} on {self.device}"
+            f"{self.library} on {self.place}"
         )
+
+    @property
+    def place(self) -> str:
+        """The device with its compute capability."""
+        return f"{self.device} (sm_{self.capability})" if self.capability else self.device
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,6 +175,7 @@ class LinearArgs:
             device=device_of(self.x),
             library=library_of(self.x),
             bias=self.bias is not None,
+            capability=capability_of(self.x),
         )
 
 
@@ -174,7 +200,9 @@ class Kernel(Generic[A, C]):
         launch: runs on the arguments of an accepted call and writes their ``out``, which is not empty.
         cost: what an accepted call must move and compute.
         bind: what is left of ``launch`` for calls like these, on other x, bias and out: a function of the three; or
-            None where nothing would be saved.
+            None where nothing would be saved. On a GPU it may keep the addresses of the weight, but not the weight.
+        configure: how ``launch`` and ``bind`` run an accepted call, as a frozen dataclass; None where there is one way.
+        scratch: bytes of memory beside the arguments that an accepted call takes.
     """
 
     name: str
@@ -185,6 +213,8 @@ class Kernel(Generic[A, C]):
     launch: Callable[[A], None]
     cost: Callable[[C], Cost]
     bind: Callable[[A], Callable[[Array, Array | None, Array], None]] | None = None
+    configure: Callable[[C], Any] | None = None
+    scratch: Callable[[C], int] | None = None
 
     @property
     def op(self) -> str:
@@ -230,6 +260,25 @@ def odd_scales(weight: Packed) -> bool:
 def device_of(a: Array) -> str:
     """The kind of device an array lies on: "cpu", "cuda", ..."""
     return str(a.device.type) if is_torch(a) else "cpu"
+
+
+def capability_of(a: Array) -> int:
+    """The compute capability of the GPU that an array lies on, 90 for sm_90; else 0."""
+    return capability(a.device.index) if is_torch(a) and a.is_cuda else 0
+
+
+@functools.cache
+def capability(index: int) -> int:
+    """Of a CUDA device of torch's; 0 where it is not NVIDIA's."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(index)
+    return 0 if torch.version.hip else 10 * major + minor
+
+
+def _is_aligned(a: Array) -> bool:
+    """Whether a tensor on a GPU begins at a multiple of 16 bytes; others will, once they are there."""
+    return not (is_torch(a) and a.is_cuda and a.data_ptr() % ALIGNED)
 
 
 def library_of(a: Array) -> Library:

@@ -1,0 +1,262 @@
+"""``linear`` for up to 16 tokens on Hopper, layout ``fragments``: the weight is read once, and decoded in registers.
+
+::
+
+    y = round(sum(x * code * scale) * scale2 + bias)
+
+A program computes ``tiles`` times 16 features of all tokens. Its W warps take the units of 64 k in turn, unit u by warp
+u mod W; each multiplies them in order by m16n8k16, and the W sums are added in a tree. So a sum's order follows from W
+and K alone: not from M, the other rows of x, or any other field of the configuration.
+
+A product of a code, a scale and an activation is exact; sums are in f32, which the matrix units round down, so a sum of
+K products is off by at most K + 24 units of 2^-23. With u as for the reference,
+
+    |error| <= ((K + 24) * 2^-23 + u) * sum|x * w|
+
+and a bias adds 2^-24. With one-hot activations y is the decoded weight, bit for bit but for the sign of zeros.
+
+The weight is read from global memory as it lies, ``ahead`` units of each warp before they are multiplied. x of rows
+that do not exist is that of the last one, and never stored.
+
+**The first units are read before the kernel ahead has ended** (programmatic dependent launch): x, scale2, bias and out
+are touched only after ``griddepcontrol.wait``, but codes and scales may be asked for while that kernel still runs. That
+is right where they were written long ago, and not where the kernel ahead writes them. So the first launch on a weight
+is an ordinary one, which starts after all that is ahead of it; an event behind it tells when that is over, and only
+launches from then on start early. What torch writes to the buffers later ends what is remembered of a weight, and it
+begins anew; so do CUDA graphs whose capture no finished launch precedes: they hold ordinary launches. Who writes
+codes or scales behind torch's back, by address, must wait for the device before the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from halfbyte.arrays import dtype_name
+from halfbyte.kernels.base import ALIGNED, Call, Kernel, LinearArgs, linear_cost
+from halfbyte.kernels.cuda import choices
+from halfbyte.kernels.cuda.launch import Program, program, why_not
+from halfbyte.layouts import Fragments
+from halfbyte.layouts.fragments import FACTOR, SCALE, STEPS
+from halfbyte.numerics import Array
+
+NAME: Final = "gluon-decode"
+MOST_ROWS: Final = 16
+UNIT: Final = 64
+"""k of a unit."""
+TILE: Final = 16
+"""Features of a unit."""
+
+_TYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Decode:
+    """How the kernel runs; every configuration gives right results, and those with the same ``warps`` the same ones.
+
+    Args:
+        warps: of a program, among which k is split.
+        tiles: of 16 features, of a program.
+        ahead: units of each warp and tile that are on their way.
+        unroll: steps of a warp, at most, that are not a loop.
+        registers: of a thread, at most; None leaves it to the compiler.
+    """
+
+    warps: int = 8
+    tiles: int = 1
+    ahead: int = 3
+    unroll: int = 16
+    registers: int | None = None
+
+
+FEW: Final = Decode()
+"""The default for up to 8 tokens."""
+MANY: Final = Decode(tiles=2, ahead=2)
+"""The default for 9 to 16 tokens."""
+
+
+def decode_code(dtype: str) -> str:
+    """Assembly of the decoding, from the layout's ``STEPS``: $4 a word, $5 a pair of scales -> $0 to $3, products.
+
+    The product is a fused one with -0 added, since bf16 has no other before sm_90.
+    """
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+    lines = [".reg .b16 l, h;", ".reg .b32 s0, s1, none, o, t;", "mov.b32 {l, h}, $5;"]
+    lines += ["mov.b32 s0, {l, l};", "mov.b32 s1, {h, h};", "mov.b32 none, 0x80008000;"]
+    for output, steps in enumerate(STEPS[dtype]):
+        for i, (rotate, mask) in enumerate(steps):
+            wrapped = mask & ((1 << rotate) - 1)
+            if not rotate:
+                lines.append("mov.b32 t, $4;")
+            elif not wrapped:
+                lines.append(f"shl.b32 t, $4, {rotate};")
+            elif wrapped == mask:
+                lines.append(f"shr.u32 t, $4, {32 - rotate};")
+            else:
+                lines.append(f"shf.l.wrap.b32 t, $4, $4, {rotate};")
+            lines.append(f"lop3.b32 o, t, {mask:#x}, o, 0xEA;" if i else f"and.b32 o, t, {mask:#x};")
+        lines.append(f"fma.rn.{kind} ${output}, o, s{output & 1}, none;")
+    return "{ " + " ".join(lines) + " }"
+
+
+def scale_code(dtype: str) -> str:
+    """Assembly of the scales, from the layout's ``SCALE``: $1 two bytes -> $0 a pair of 16-bit floats."""
+    shift, base = SCALE[dtype]
+    apart = ".reg .b32 t; cvt.u32.u16 t, $1; prmt.b32 t, t, 0, 0x4140;"
+    return f"{{ {apart} mad.lo.u32 $0, t, {1 << shift}, {base * 0x10001:#x}; }}"
+
+
+def signature(dtype: str, out_dtype: str, bias_dtype: str) -> dict[str, str]:
+    """The types of the device code's arguments."""
+    return {
+        "codes_ptr": "*i32:16",
+        "scales_ptr": "*i16:16",
+        "scale2_ptr": "*fp32",
+        "x_ptr": f"*{_TYPES[dtype]}:16",
+        "bias_ptr": f"*{_TYPES[bias_dtype]}",
+        "out_ptr": f"*{_TYPES[out_dtype]}",
+        "M": "i32",
+        "N": "i32",
+    }
+
+
+def constants(
+    shape: tuple[int, int], rows: int, dtype: str, *, per_row: bool, bias: bool, made: Decode
+) -> dict[str, Any]:
+    """The constants of the device code for a weight (N, K) and so many tokens."""
+    n, k = shape
+    units = -(-k // UNIT)
+    steps = -(-units // made.warps)
+    ahead = min(made.ahead, steps)
+    loops = max(0, units // made.warps // ahead - 1) if steps > made.unroll else 0
+    return {
+        "K": k,
+        "R": tiles(n, made),
+        "D": ahead,
+        "L": loops,
+        "NB": 8 if rows <= 8 else 16,
+        "PER_ROW": per_row,
+        "BIAS": bias,
+        "DECODE": decode_code(dtype),
+        "SCALE": scale_code(dtype),
+        "FACTOR": FACTOR,
+        "KEEP": "evict_first",
+    }
+
+
+def tiles(n: int, made: Decode) -> int:
+    """Of a program: as configured, or what a narrow weight has."""
+    return min(made.tiles, 1 << (-(-n // TILE)).bit_length() - 1)
+
+
+def configure(call: Call) -> Decode:
+    """The configuration for a call."""
+    return choices.configured(call, NAME, FEW if call.rows <= 8 else MANY)
+
+
+def refuse(call: Call) -> tuple[str, ...]:
+    """Why it declines a call."""
+    reasons = list(why_not(call, least=90, most=90, gluon=True))
+    if call.layout != Fragments(call.dtype if call.dtype in STEPS else "bfloat16"):
+        reasons.append(f"reads the layout fragments(dtype={call.dtype}), not {call.layout.key}")
+    if call.dtype not in STEPS:
+        reasons.append(f"takes {' or '.join(STEPS)} activations, not {call.dtype}")
+    if len(call.shape) != 2:
+        reasons.append(f"takes one matrix (N, K), not expert axes {call.shape[:-2]}")
+    if call.pre_scale:
+        reasons.append("multiplies activations as they come, without a pre_scale")
+    if call.rows > MOST_ROWS:
+        reasons.append(f"takes up to {MOST_ROWS} tokens, not {call.rows}")
+    return tuple(reasons)
+
+
+def bind(args: LinearArgs, made: Decode | None = None) -> Callable[[Array, Array | None, Array], None]:
+    """What is left of a launch for calls like these; ``made`` instead of the configuration chosen."""
+    call = args.call()
+    made = configure(call) if made is None else made
+    n, rows = call.shape[0], call.rows
+    buffers = args.weight.buffers()
+    codes, scales, scale2 = (buffers[name].data_ptr() for name in ("codes", "scales", "scale2"))
+    device = args.x.device
+    grid = (-(-n // (TILE * tiles(n, made))), 1, 1)
+    ordinary, early = (
+        _program(call, "float32" if args.bias is None else dtype_name(args.bias.dtype), made, device, pdl)
+        for pdl in (False, True)
+    )
+    written = _Written(device)
+
+    def run(x: Any, bias: Any, out: Any) -> None:
+        if x.data_ptr() % ALIGNED:
+            x = x.clone()
+        added = None if bias is None else bias.data_ptr()
+        values = (codes, scales, scale2, x.data_ptr(), added, out.data_ptr(), rows, n)
+        if written.over:
+            early(grid, values)
+        else:
+            ordinary(grid, values)
+            written.launched()
+
+    return run
+
+
+def _program(call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool) -> Program:
+    from halfbyte.kernels.cuda.decode_gluon_code import decode
+
+    n, k = call.shape
+    return program(
+        decode,
+        signature(call.dtype, call.out_dtype, bias_dtype),
+        constants((n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made),
+        device=device,
+        warps=made.warps,
+        pdl=pdl,
+        maxnreg=made.registers,
+    )
+
+
+class _Written:
+    """Whether what was ahead of the first launch on a weight, so all that wrote it, is over."""
+
+    def __init__(self, device: Any) -> None:
+        self.over = False
+        self._device = device
+        self._event: Any = None
+
+    def launched(self) -> None:
+        """After an ordinary launch."""
+        import torch
+
+        with torch.cuda.device(self._device):
+            if torch.cuda.is_current_stream_capturing():
+                return
+            if self._event is None:
+                self._event = torch.cuda.current_stream().record_event()
+            elif self._event.query():
+                self.over = True
+
+
+def launch(args: LinearArgs) -> None:
+    """One ordinary launch."""
+    bind(args)(args.x, args.bias, args.out)
+
+
+def load(call: Call) -> None:
+    """Compile it."""
+    import torch
+
+    for pdl in (False, True):
+        _program(call, "float32", configure(call), torch.device(call.device), pdl)
+
+
+GLUON: Final = Kernel(
+    name=NAME,
+    bundle=LinearArgs,
+    description="decodes in registers to m16n8k16 fragments; Hopper, up to 16 tokens",
+    refuse=refuse,
+    load=load,
+    launch=launch,
+    cost=linear_cost,
+    bind=bind,
+    configure=configure,
+)

@@ -1,0 +1,429 @@
+"""The Gluon decode kernel: its assembly evaluated, its machine code, its launches, and, on a GPU, its results."""
+
+import contextlib
+import importlib.util
+import itertools
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import halfbyte as hb
+from cuda_code import Program, count
+from halfbyte.kernels import LinearArgs
+from halfbyte.kernels.cuda import decode_gluon
+from halfbyte.kernels.cuda.decode_gluon import GLUON, Decode, constants, decode_code, scale_code, signature
+from halfbyte.layouts import Fragments, Rows
+from halfbyte.layouts.fragments import FACTOR
+from halfbyte.weight import Weight, to_numpy
+from helpers_run import HALF_ULP, call_like, exact_linear, random_floats, random_weight
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_gpu = [pytest.mark.gpu, needs_triton, pytest.mark.skipif(not hopper, reason="torch sees no Hopper GPU")]
+DTYPES = ("bfloat16", "float16")
+
+
+def halves(words, dtype):
+    """u32 -> (..., 2) f64, the low half first."""
+    parts = np.stack([words & 0xFFFF, words >> 16], -1).astype(np.uint16)
+    return to_numpy(torch.from_numpy(parts.view(np.int16)).view(getattr(torch, dtype)).double())
+
+
+def evaluate(code, dtype, **values):
+    """The registers after a block of assembly, as u64 arrays of 32-bit values."""
+    code = code.strip("{} ")
+    held = dict(values)
+
+    def value(text):
+        return np.uint64(int(text, 0)) if text[0].isdigit() else held[text]
+
+    for statement in filter(None, map(str.strip, code.split(";"))):
+        opcode, rest = statement.split(maxsplit=1)
+        if opcode == ".reg":
+            continue
+        pair = re.fullmatch(r"\{(\w+), (\w+)\}, (\S+)|(\w+), \{(\w+), (\w+)\}", rest)
+        if opcode == "mov.b32" and pair and pair[3]:
+            held[pair[1]], held[pair[2]] = held[pair[3]] & 0xFFFF, held[pair[3]] >> 16
+            continue
+        if opcode == "mov.b32" and pair:
+            held[pair[4]] = held[pair[5]] | held[pair[6]] << 16
+            continue
+        to, *given = rest.split(", ")
+        a, *more = map(value, given)
+        if opcode in ("mov.b32", "cvt.u32.u16"):
+            result = a
+        elif opcode == "shl.b32":
+            result = a << more[0]
+        elif opcode == "shr.u32":
+            result = a >> more[0]
+        elif opcode == "shf.l.wrap.b32":
+            assert (a == more[0]).all()
+            result = a << more[1] | a >> 32 - more[1]
+        elif opcode == "and.b32":
+            result = a & more[0]
+        elif opcode == "lop3.b32":
+            assert more[2] == 0xEA
+            result = a & more[0] | more[1]
+        elif opcode == "prmt.b32":
+            assert more == [0, 0x4140]
+            result = a & 0xFF | (a >> 8 & 0xFF) << 16
+        elif opcode == "mad.lo.u32":
+            result = a * more[0] + more[1]
+        else:
+            assert opcode == {"bfloat16": "fma.rn.bf16x2", "float16": "fma.rn.f16x2"}[dtype]
+            assert more[1] == 0x80008000
+            held[to] = halves(a, dtype) * halves(more[0], dtype)
+            continue
+        held[to] = result & np.uint64(0xFFFFFFFF)
+    return held
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_assembly_decodes_every_code_with_every_scale(dtype):
+    rng = np.random.default_rng(5)
+    scales = rng.permuted(np.resize(np.arange(0x7F, dtype=np.uint8), 16 * 256)).reshape(16, 256)
+    weight = Weight(codes=rng.integers(0, 256, (16, 2048), np.uint8), scales=scales, scale2=1.0)
+    packed = Fragments(dtype).pack(weight).buffers()
+    words = packed["codes"].view(np.uint32).reshape(64, 8, 4, 4).astype(np.uint64)
+    pairs = packed["scales"].view(np.uint16).reshape(64, 8, 4, 1).astype(np.uint64)
+    scales = evaluate(scale_code(dtype), dtype, **{"$1": pairs})["$0"]
+    outputs = evaluate(decode_code(dtype), dtype, **{"$4": words, "$5": scales + 0 * words})
+    products = np.stack([outputs[f"${o}"] for o in range(4)], -2)  # u g kt c (h rh) p
+    rows = products.reshape(64, 8, 4, 4, 2, 2, 2).transpose(5, 1, 0, 2, 4, 3, 6).reshape(16, 4096)
+    np.testing.assert_array_equal(rows * FACTOR, weight.dequantize("float32").astype(np.float64))
+
+
+def test_every_unit_is_multiplied_once_and_none_is_read_beyond_the_last():
+    for units in [*range(1, 70), 112, 128, 448]:
+        for warps in (1, 2, 4, 8, 16):
+            for ahead in (1, 2, 3, 4, 8):
+                for unroll in (4, 16, 64):
+                    made = Decode(warps=warps, ahead=ahead, unroll=unroll)
+                    held = constants((16, 64 * units), 1, "bfloat16", per_row=False, bias=False, made=made)
+                    steps, looped = -(-units // warps), held["L"] * held["D"]
+                    assert 1 <= held["D"] <= steps
+                    assert 0 <= looped < steps
+                    if looped:  # loads of the loop have no mask
+                        assert steps > unroll
+                        assert (looped + held["D"]) * warps <= units
+                    assert steps - looped <= max(unroll, 2 * held["D"] + 1)
+
+
+def test_tiles_are_no_more_than_the_weight_has():
+    made = Decode(tiles=4)
+    assert [decode_gluon.tiles(n, made) for n in (1, 16, 17, 33, 48, 49, 64, 65, 10**6)] == [1, 1, 2, 2, 2, 4, 4, 4, 4]
+
+
+def accepted(**changes):
+    fields = {"layout": Fragments(), "device": "cuda", "capability": 90} | changes
+    return call_like(**fields)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "cpu", "capability": 0}, "runs on NVIDIA GPUs, not on cpu"),
+        ({"capability": 80}, "is for sm_90, not sm_80"),
+        ({"capability": 100}, "is for sm_90, not sm_100"),
+        ({"layout": Rows()}, "reads the layout fragments(dtype=bfloat16), not rows"),
+        ({"layout": Fragments("float16")}, "reads the layout fragments(dtype=bfloat16), not fragments(dtype=float16)"),
+        ({"dtype": "float16"}, "reads the layout fragments(dtype=float16), not fragments(dtype=bfloat16)"),
+        ({"dtype": "float32"}, "takes bfloat16 or float16 activations, not float32"),
+        ({"shape": (3, 32, 64)}, "takes one matrix (N, K), not expert axes (3,)"),
+        ({"pre_scale": True}, "multiplies activations as they come, without a pre_scale"),
+        ({"rows": 17}, "takes up to 16 tokens, not 17"),
+        ({"aligned": False}, "takes codes and scales that begin at multiples of 16 bytes; clone the buffers"),
+    ],
+)
+def test_refusals(changes, reason):
+    assert GLUON.refuse(accepted()) == ()
+    assert reason in GLUON.refuse(accepted(**changes))
+
+
+@needs_triton
+def test_an_untested_triton_is_refused_by_name(monkeypatch):
+    import triton
+
+    from halfbyte.kernels.cuda import launch
+
+    launch.untested.cache_clear()
+    monkeypatch.setattr(triton, "__version__", "3.9.1")
+    try:
+        assert GLUON.refuse(accepted()) == ("Gluon is tested with Triton 3.6 to 3.8, not 3.9.1",)
+    finally:
+        launch.untested.cache_clear()
+
+
+# Launches: the first ones wait for all that is ahead of them
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What ``bind`` launches, with stand-ins for torch's stream and event."""
+    state = SimpleNamespace(kinds=[], values=[], capturing=False, finished=False, recorded=0)
+
+    def program(call, bias_dtype, made, device, pdl):
+        def run(grid, values):
+            state.kinds.append("early" if pdl else "ordinary")
+            state.values.append((grid, values))
+
+        return run
+
+    def record_event():
+        state.recorded += 1
+        return SimpleNamespace(query=lambda: state.finished)
+
+    monkeypatch.setattr(decode_gluon, "_program", program)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=record_event))
+    return state
+
+
+def arguments(n=40, k=80, rows=3, dtype="bfloat16", out_dtype="bfloat16", bias=None, device="cpu", **of_weight):
+    weight = random_weight(n, k, **of_weight)
+    packed = hb.pack(weight, Fragments(dtype)).to(device)
+    x = torch.from_numpy(random_floats((rows, k), "float32")).to(device, getattr(torch, dtype))
+    b = (
+        None
+        if bias is None
+        else torch.from_numpy(random_floats((n,), "float32", seed=2)).to(device, getattr(torch, bias))
+    )
+    out = torch.full((rows, n), float("nan"), dtype=getattr(torch, out_dtype), device=device)
+    return weight, LinearArgs(x=x, weight=packed, bias=b, out=out)
+
+
+def test_no_launch_starts_early_before_the_first_one_is_over(launches):
+    _, args = arguments()
+    run = decode_gluon.bind(args, Decode(tiles=2))
+    run(args.x, None, args.out)
+    run(args.x, None, args.out)
+    assert (launches.kinds, launches.recorded) == (["ordinary"] * 2, 1)
+    launches.finished = True
+    run(args.x, None, args.out)  # which learns of it
+    run(args.x, None, args.out)
+    assert launches.kinds == ["ordinary"] * 3 + ["early"]
+    buffers = args.weight.buffers()
+    addresses = [buffers[name].data_ptr() for name in ("codes", "scales", "scale2")]
+    expected = (*addresses, args.x.data_ptr(), None, args.out.data_ptr(), 3, 40)
+    assert launches.values == [((2, 1, 1), expected)] * 4
+
+
+def test_a_capture_with_no_finished_launch_before_it_holds_ordinary_ones(launches):
+    _, args = arguments()
+    run = decode_gluon.bind(args, Decode())
+    launches.capturing = launches.finished = True
+    run(args.x, None, args.out)
+    run(args.x, None, args.out)
+    assert (launches.kinds, launches.recorded) == (["ordinary"] * 2, 0)
+    launches.capturing = False
+    run(args.x, None, args.out)
+    run(args.x, None, args.out)
+    launches.capturing = True
+    run(args.x, None, args.out)
+    assert launches.kinds == ["ordinary"] * 4 + ["early"]
+
+
+def test_activations_at_odd_addresses_are_copied(launches):
+    _, args = arguments(rows=1)
+    run = decode_gluon.bind(args, Decode())
+    odd = torch.empty(81, dtype=torch.bfloat16)[1:].reshape(1, 80)
+    assert odd.data_ptr() % 16
+    run(odd, None, args.out)
+    assert launches.values[0][1][3] % 16 == 0
+
+
+# Machine code
+
+
+def code_of(shape=(14336, 4096), rows=8, dtype="bfloat16", out_dtype="bfloat16", made=None, **flags):
+    from halfbyte.kernels.cuda.decode_gluon_code import decode
+
+    made = made or (decode_gluon.FEW if rows <= 8 else decode_gluon.MANY)
+    flags = {"per_row": True, "bias": False} | flags
+    held = constants(shape, rows, dtype, made=made, **flags)
+    types = {name: of.removesuffix(":16") for name, of in signature(dtype, out_dtype, "float32").items()}
+    options = {"num_warps": made.warps} | ({"maxnreg": made.registers} if made.registers else {})
+    return Program(decode, types, held, options).compile(90), held
+
+
+CODES = [
+    ({}, 64, 19.5),
+    ({"rows": 16}, 96, 14.0),
+    ({"dtype": "float16", "out_dtype": "float32", "bias": True, "per_row": False}, 64, 21.0),
+    ({"shape": (28672, 8192), "made": Decode(unroll=8)}, 72, 19.5),
+    ({"shape": (100, 4096 + 48), "made": Decode(tiles=2)}, 96, 19.0),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(("case", "registers", "per_step"), CODES)
+def test_machine_code(case, registers, per_step):
+    code, held = code_of(**case)
+    opcodes = [opcode for _, _, opcode, _ in code.instructions]
+    matrix = [i for i, opcode in enumerate(opcodes) if opcode.startswith("HMMA.16816")]
+    (wait,) = (i for i, opcode in enumerate(opcodes) if opcode.startswith("ACQBULK"))
+    loads = [i for i, opcode in enumerate(opcodes) if opcode.startswith("LDG")]
+    print(code, len(matrix))
+    assert (code.stack, code.spills, code.warnings) == (0, 0, [])
+    assert code.registers <= registers
+    assert count(code.opcodes, r"SHFL") == sum(opcode.startswith("SHFL") for opcode in opcodes[matrix[-1] :])
+    steps = 4 * held["R"] * held["NB"] // 8
+    assert not len(matrix) % steps
+    inside = matrix[-1] - matrix[0] + 1
+    assert inside / len(matrix) <= per_step
+    first = [opcodes[i] for i in loads if i < wait]
+    assert sorted(first) == sorted(["LDG.E.EF.128", "LDG.E.EF.U16"] * held["R"] * held["D"])
+    assert not [opcode for opcode in opcodes if opcode.startswith("LDG.E.EF") and opcode[9:] not in ("128", "U16")]
+
+
+# On a GPU
+
+GUARD = 0xA5
+
+
+def guarded(a, fill):
+    """A copy with values before and behind it that no kernel may read to any effect, or write."""
+    room = 4096 // a.element_size()
+    whole = torch.full((a.numel() + 2 * room,), fill, dtype=a.dtype, device=a.device)
+    whole[room : room + a.numel()] = a.reshape(-1)
+    return whole, whole[room : room + a.numel()].view(a.shape)
+
+
+def result(args, made=None):
+    run = decode_gluon.bind(args, made)
+    run(args.x, args.bias, args.out)
+    return args.out
+
+
+CONFIGURATIONS = [
+    Decode(),
+    Decode(warps=16, ahead=4),
+    Decode(warps=4, tiles=2, ahead=2),
+    Decode(warps=2, ahead=8, unroll=4),
+    Decode(tiles=4, ahead=1, unroll=2),
+]
+SHAPES = [(16, 64), (1, 16), (40, 80), (17, 4096 + 48), (100, 1088), (257, 14336), (4096, 512), (33, 28672)]
+
+
+class TestOnGpu:
+    pytestmark = on_gpu
+
+    @pytest.mark.parametrize("made", [None, *CONFIGURATIONS], ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_results(self, dtype, made):
+        for seed, (n, k) in enumerate(SHAPES):
+            for rows in (1, 3, 8, 9, 16):
+                out_dtype, bias = (("bfloat16", None), ("float16", "bfloat16"), ("float32", "float32"))[
+                    (seed + rows) % 3
+                ]
+                of = {"scales": (40, 60), "per_row": bool((seed + rows) % 2)}
+                weight, args = arguments(n, k, rows, dtype, out_dtype, bias, "cuda", **of)
+                poisoned, out = guarded(args.out, float("nan"))
+                args = replace(args, x=guarded(args.x, float("nan"))[1], out=out)
+                args = replace(args, weight=replace_buffers(args.weight))
+                got = to_numpy(result(args, made)).astype(np.float64)
+                bias_values = None if bias is None else to_numpy(args.bias).astype(np.float64)
+                expected, magnitude = exact_linear(to_numpy(args.x).astype(np.float64), weight, bias_values)
+                bound = ((k + 24) * 2.0**-23 + 2.0**-24) * magnitude + HALF_ULP[out_dtype] * abs(expected)
+                tiny = 2.0**-25 if out_dtype == "float16" else 0.0
+                assert (abs(got - expected) <= 1.01 * bound + tiny).all(), (n, k, rows, out_dtype)
+                assert torch.isnan(poisoned).sum() == poisoned.numel() - out.numel()
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_one_token_at_a_time_is_the_decoded_weight(self, dtype):
+        rng = np.random.default_rng(7)
+        scales = rng.permuted(np.resize(np.arange(0x7F, dtype=np.uint8), 48 * 40)).reshape(48, 40)
+        weight = Weight(codes=rng.integers(0, 256, (48, 320), np.uint8), scales=scales, scale2=np.float32(0.37))
+        packed = hb.pack(weight, Fragments(dtype)).to("cuda")
+        eye = torch.eye(640, dtype=getattr(torch, dtype), device="cuda")
+        rows = []
+        for i in range(0, 640, 16):
+            out = torch.empty(16, 48, device="cuda")
+            rows.append(result(LinearArgs(x=eye[i : i + 16], weight=packed, bias=None, out=out)))
+        np.testing.assert_array_equal(to_numpy(torch.cat(rows)).T, weight.dequantize("float32"))
+
+    @pytest.mark.parametrize("made", CONFIGURATIONS[:3], ids=str)
+    def test_a_row_does_not_depend_on_the_others(self, made):
+        _, args = arguments(100, 4096 + 48, 16, out_dtype="float32", device="cuda")
+        whole = result(args, made).clone()
+        for rows in range(1, 17):
+            for at in range(17 - rows):
+                part = replace(args, x=args.x[at : at + rows].clone(), out=torch.empty(rows, 100, device="cuda"))
+                assert torch.equal(result(part, made), whole[at : at + rows]), (rows, at)
+        x = args.x.clone()
+        x.view(torch.int16)[5, 17] += 1  # the neighbouring bfloat16
+        other = result(replace(args, x=x, out=torch.empty_like(whole)), made)
+        assert (other != whole).any(1).tolist() == [i == 5 for i in range(16)]
+
+    def test_the_same_warps_give_the_same_bytes(self):
+        _, args = arguments(100, 4096 + 48, 5, out_dtype="float32", device="cuda")
+        whole = result(args, Decode()).clone()
+        for made in (Decode(tiles=2), Decode(tiles=4, ahead=1), Decode(ahead=5, unroll=2), Decode(registers=64)):
+            args.out.fill_(float("nan"))
+            assert torch.equal(result(args, made), whole)
+
+    def test_a_nan_stays_in_its_row(self):
+        _, args = arguments(64, 512, 8, out_dtype="float32", device="cuda")
+        whole = result(args).clone()
+        args.x[3, 100] = float("nan")
+        got = result(args)
+        assert got[3].isnan().all()
+        assert torch.equal(got[[0, 1, 2, 4, 5, 6, 7]], whole[[0, 1, 2, 4, 5, 6, 7]])
+
+    def test_repeats_in_graphs_and_chains_are_identical(self):
+        """Each launch reads what the one ahead of it wrote, and starts before that has ended."""
+        _, args = arguments(512, 512, 4, device="cuda", scales=(20, 30))
+        run = decode_gluon.bind(args)
+        buffers = [torch.empty_like(args.x) for _ in range(9)]
+
+        def chain():
+            for a, b in itertools.pairwise(buffers):
+                run(a, None, b)
+
+        buffers[0].copy_(args.x)
+        chain()
+        torch.cuda.synchronize()
+        first = [b.clone() for b in buffers]
+        assert all(torch.isfinite(b).all() for b in first)
+        for _ in range(20):
+            for b in buffers[1:]:
+                b.fill_(float("nan"))
+            chain()
+            assert all(map(torch.equal, buffers, first))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain()
+        for _ in range(20):
+            for b in buffers[1:]:
+                b.fill_(float("nan"))
+            graph.replay()
+            assert all(map(torch.equal, buffers, first))
+
+    def test_a_weight_written_right_before_the_call_is_read_whole(self):
+        for seed in range(20):
+            _, args = arguments(4096, 4096, 1, device="cuda", seed=seed)
+            expected = result(args).clone()
+            torch.cuda.synchronize()
+            fresh = {name: torch.empty_like(b) for name, b in args.weight.buffers().items()}
+            big = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+            big.fill_(1)  # so that what follows is still to come when the launch is made
+            for name, b in args.weight.buffers().items():
+                fresh[name].copy_(b)
+            weight = type(args.weight).from_buffers(args.weight.layout, args.weight.shape, fresh)
+            got = hb.linear(args.x, weight)
+            assert torch.equal(got, expected)
+            fresh["codes"].zero_()
+            assert not hb.linear(args.x, weight).any()
+
+
+def replace_buffers(packed):
+    """The same weight between guards: codes that decode to 6, scales to the largest number."""
+    fills = {"codes": GUARD, "scales": 0xF6, "scale2": float("nan")}
+    buffers = {name: guarded(b, fills[name])[1] for name, b in packed.buffers().items()}
+    return type(packed).from_buffers(packed.layout, packed.shape, buffers)
