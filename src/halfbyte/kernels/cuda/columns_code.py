@@ -36,30 +36,30 @@ def _scales(byte, HALF: tl.constexpr, UP: tl.constexpr):
 
 
 @triton.jit
-def _load(at, there, left, WORDS: tl.constexpr, TAIL: tl.constexpr):
+def _load(at, there, n, pitch, WORDS: tl.constexpr, TAIL: tl.constexpr):
     """u32 words of four neighbouring bytes of a row: one load, or four where rows lie at any address."""
     if WORDS:
         if TAIL:
-            word = tl.load(at, mask=there & (left > 0), other=0).to(tl.uint32, bitcast=True)
+            word = tl.load(at, mask=there & (n < pitch), other=0).to(tl.uint32, bitcast=True)
         else:
             word = tl.load(at).to(tl.uint32, bitcast=True)
     else:
-        word = tl.load(at, mask=there & (left > 0), other=0).to(tl.uint32)
+        word = tl.load(at, mask=there & (n < pitch), other=0).to(tl.uint32)
         for i in tl.static_range(1, 4):
-            word |= tl.load(at + i, mask=there & (left > i), other=0).to(tl.uint32) << (8 * i)
+            word |= tl.load(at + i, mask=there & (n + i < pitch), other=0).to(tl.uint32) << (8 * i)
     return word
 
 
 @triton.jit
-def _fetch(codes, scales, at, there, left, pitch, WORDS: tl.constexpr, TAIL: tl.constexpr):
+def _fetch(codes, scales, at, there, n, pitch, WORDS: tl.constexpr, TAIL: tl.constexpr):
     """What the step at k reads: four rows of codes and one of scales, each (32 W, J / 4) words."""
     row = codes + (at // 2) * pitch
     return (
-        _load(row, there, left, WORDS, TAIL),
-        _load(row + pitch, there, left, WORDS, TAIL),
-        _load(row + 2 * pitch, there, left, WORDS, TAIL),
-        _load(row + 3 * pitch, there, left, WORDS, TAIL),
-        _load(scales + (at // 16) * pitch, there, left, WORDS, TAIL),
+        _load(row, there, n, pitch, WORDS, TAIL),
+        _load(row + pitch, there, n, pitch, WORDS, TAIL),
+        _load(row + 2 * pitch, there, n, pitch, WORDS, TAIL),
+        _load(row + 3 * pitch, there, n, pitch, WORDS, TAIL),
+        _load(scales + (at // 16) * pitch, there, n, pitch, WORDS, TAIL),
     )
 
 
@@ -97,14 +97,15 @@ def _add(
 @triton.jit(do_not_specialize=["M"])
 def few(
     codes, scales, x, scale2, bias, out, M, N, K, pitch,
-    W: tl.constexpr, J: tl.constexpr, D: tl.constexpr, B: tl.constexpr, WIDE: tl.constexpr, WORDS: tl.constexpr,
-    TAIL: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr, PLACE: tl.constexpr, FACTOR: tl.constexpr, UP: tl.constexpr,
+    W: tl.constexpr, J: tl.constexpr, D: tl.constexpr, B: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
+    TAIL: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr, FACTOR: tl.constexpr, UP: tl.constexpr,
+    PLACE: tl.constexpr,
 ):  # fmt: skip
     """8 J columns of ``out`` for 8 B tokens.
 
     Args:
-        codes: (K / 2, pitch) bytes, as i32 if WORDS and else as u8.
-        scales: (K / 16, pitch) E4M3 bytes, likewise.
+        codes: rows of K / 2 codes for every n, as u8 if ALIGN is 1 and else as i32.
+        scales: rows of K / 16 E4M3 bytes, likewise.
         x: (M, K) bfloat16 or float16.
         scale2: (N,) or (1,) f32.
         bias: (N,) floats, or None.
@@ -112,22 +113,23 @@ def few(
         M: tokens.
         N: rows of the weight.
         K: a multiple of 16.
-        pitch: from a row to the next, in i32 or u8.
+        pitch: from a row to the next, in ALIGN bytes.
         W: warps, each of which takes its 32 k of a step.
         J: bytes of a load.
         D: steps of loads under way.
         B: tokens, in eights.
         WIDE: whether the compiler gives the lanes of an operand four values of k together, not two.
-        WORDS: whether the pitch is whole words.
+        ALIGN: 16, 4 or 1: what a row's bytes are a multiple of.
         TAIL: whether K is no multiple of 32 W D, or N not as many bytes as all programs read.
         PER_ROW: whether scale2 is (N,).
         BIAS: whether there is a bias.
-        PLACE: of the lowest bit of a code in a float.
         FACTOR: what sums are multiplied by beside scale2.
         UP: see ``fragments_code``.
+        PLACE: of the lowest bit of a code in a float.
     """
     HALF: tl.constexpr = x.dtype.element_ty
-    pitch = pitch.to(tl.int64)
+    WORDS: tl.constexpr = ALIGN > 1
+    pitch = pitch.to(tl.int64) * (ALIGN // 4 if WORDS else 1)
     lane = tl.arange(0, W * 32)[:, None]
     k = lane // 32 * 32 + lane % 4 * 8
     PER: tl.constexpr = 1 if WORDS else 4
@@ -135,19 +137,19 @@ def few(
     codes = codes + k // 2 * pitch + n
     scales = scales + k // 16 * pitch + n
     row = tl.arange(0, B * W * 32)[:, None]
-    token = tl.program_id(1) * (8 * B) + row % 32 // 4 + row // (W * 32) * 8
+    token = row % 32 // 4 + row // (W * 32) * 8
     xk = row // 32 % W * 32 + row % 4 * 8
     x = x + tl.minimum(token, M - 1).to(tl.int64) * K + (xk + tl.arange(0, 8)[None, :])
     total = tl.zeros([W, 8 * J, 8 * B], tl.float32)
     held = ()
     for d in tl.static_range(D):
         at = d * (32 * W)
-        held = held + (_fetch(codes, scales, at, at + k < K, pitch - n, pitch, WORDS, TAIL),)
+        held = held + (_fetch(codes, scales, at, at + k < K, n, pitch, WORDS, TAIL),)
     rounds = tl.cdiv(K, 32 * W * D) - 1
     for i in tl.range(0, rounds, num_stages=1):
         for d in tl.static_range(D):
             at = (i * D + D + d) * (32 * W)
-            new = _fetch(codes, scales, at, at + k < K, pitch - n, pitch, WORDS, TAIL)
+            new = _fetch(codes, scales, at, at + k < K, n, pitch, WORDS, TAIL)
             total = _add(total, held[0], tl.load(x + (at - D * 32 * W)), W, J, B, WIDE, PLACE, HALF, UP)
             held = held[1:] + (new,)
     for d in tl.static_range(D):
@@ -159,7 +161,7 @@ def few(
         total = _add(total, held[d], last, W, J, B, WIDE, PLACE, HALF, UP)
     place = tl.arange(0, 8 * J)
     rows = tl.program_id(0) * (8 * J) + place % 8 * J + place // 8
-    tokens = tl.program_id(1) * (8 * B) + tl.arange(0, 8 * B)[None, :]
+    tokens = tl.arange(0, 8 * B)[None, :]
     y = finished(tl.sum(total, axis=0), scale2, bias, rows, N, PER_ROW, BIAS, FACTOR)
     to = out + tokens.to(tl.int64) * N + rows[:, None]
     tl.store(to, y.to(out.dtype.element_ty), mask=(tokens < M) & (rows < N)[:, None])
@@ -169,8 +171,8 @@ def few(
 def many(
     codes, scales, x, scale2, bias, out, M, N, K, pitch, tiles_m,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    TAIL: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr, PLACE: tl.constexpr, FACTOR: tl.constexpr,
-    UP: tl.constexpr,
+    TAIL: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr, FACTOR: tl.constexpr,
+    UP: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``out``, (BM, BN).
 
@@ -194,9 +196,9 @@ def many(
         TAIL: whether K is no multiple of BK.
         PER_ROW: see ``few``.
         BIAS: see ``few``.
-        PLACE: see ``few``.
         FACTOR: see ``few``.
         UP: see ``fragments_code``.
+        PLACE: see ``few``.
     """
     HALF: tl.constexpr = x.dtype.element_ty
     tile = tl.program_id(0)

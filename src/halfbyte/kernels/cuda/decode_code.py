@@ -1,9 +1,9 @@
 """Device code of ``halfbyte.kernels.cuda.decode``, in plain Triton.
 
 A program computes ``R`` stripes of 16 rows; each warp takes every ``W``-th unit of 64 k, so that lane 4 g + kt may hold
-the four words of row g, row g + 8 and block kt as they lie, both their scales, and the 16 activations of that block. The
-tensor core's k runs in the order u, h, i, kt, s, p or u, h, s, i, kt, p, where c = 2 s + i: the compiler then exchanges
-nothing between lanes. ``D`` steps of loads are under way.
+the four words of row g, row g + 8 and block kt as they lie, both their scales, and the 16 activations of that block.
+The tensor core's k runs in the order u, h, i, kt, s, p or u, h, s, i, kt, p, where c = 2 s + i: the compiler then
+exchanges nothing between lanes. ``D`` steps of loads are under way.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def _fetch(codes, scales, at, there, R: tl.constexpr, TAIL: tl.constexpr):
 def decode(
     codes, scales, x, scale2, bias, out, M, N, K,
     W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, B: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
-    PER_ROW: tl.constexpr, BIAS: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr,
-    UP: tl.constexpr,
+    PER_ROW: tl.constexpr, BIAS: tl.constexpr, FACTOR: tl.constexpr, UP: tl.constexpr,
+    STEPS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Rows ``16 R program_id(0)`` and on of ``out``.
 
@@ -100,10 +100,10 @@ def decode(
         TAIL: whether K is no multiple of 64 W D.
         PER_ROW: whether scale2 is (N,).
         BIAS: whether there is a bias.
-        STEPS: see ``pairs``.
-        SCALE: see ``scales_of``.
         FACTOR: what sums are multiplied by beside scale2.
         UP: see ``fragments_code``.
+        STEPS: see ``pairs``.
+        SCALE: see ``scales_of``.
     """
     HALF: tl.constexpr = x.dtype.element_ty
     stripe = tl.program_id(0) * R

@@ -55,8 +55,8 @@ def _weights(
 def gemm(
     codes, scales, x, scale2, bias, out, sums, counts, M, N, K, share, parts_m,
     T: tl.constexpr, BM: tl.constexpr, U: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    TAIL: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr,
-    STEPS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, UP: tl.constexpr,
+    TAIL: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr, FACTOR: tl.constexpr, UP: tl.constexpr,
+    STEPS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``out``, (BM, 16 T), or its sums over a part of K.
 
@@ -83,10 +83,10 @@ def gemm(
         TAIL: whether K is no multiple of 64 U.
         PER_ROW: whether scale2 is (N,).
         BIAS: whether there is a bias.
-        STEPS: see ``pairs``.
-        SCALE: (shift, base) of a scale byte.
         FACTOR: what sums are multiplied by beside scale2.
         UP: see ``fragments_code``.
+        STEPS: see ``pairs``.
+        SCALE: (shift, base) of a scale byte.
     """
     HALF: tl.constexpr = x.dtype.element_ty
     tile = tl.program_id(0)
