@@ -91,9 +91,9 @@ def pitch_of(layout: Columns, n: int) -> tuple[int, int]:
     return pitch, next(size for size in (16, 4, 1) if pitch % size == 0)
 
 
-def signature(call: Call, bias: str) -> dict[str, str]:
+def signature(call: Call, bias: str, made: Few | Many) -> dict[str, str]:
     """The types of the device code's arguments."""
-    few, (_, whole) = call.rows <= FEW_ROWS, _pitch(call)
+    few, (_, whole) = isinstance(made, Few), _pitch(call)
     words = "*i32:16" if few and whole > 1 else "*u8:16"
     types = {
         "codes": words,
@@ -185,7 +185,7 @@ def _program(call: Call, bias: str, made: Few | Many, device: Any) -> Program:
     from halfbyte.kernels.cuda.columns_code import few, many
 
     kernel = few if isinstance(made, Few) else many
-    return program(kernel, signature(call, bias), constants(call, made), device=device, warps=made.warps)
+    return program(kernel, signature(call, bias, made), constants(call, made), device=device, warps=made.warps)
 
 
 def launch(args: LinearArgs) -> None:
