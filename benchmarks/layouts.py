@@ -46,6 +46,9 @@ CASES = [
     Case("trtllm codes", layouts.Trtllm(), ("codes",)),
     Case("trtllm scales", layouts.Trtllm(), ("scales",)),
     Case("comfy codes", layouts.Comfy(), ("codes",)),
+    Case("fragments codes", layouts.Fragments(), ("codes",), 2),
+    Case("fragments f16", layouts.Fragments("float16"), ("codes",), 2),
+    Case("fragments scales", layouts.Fragments(), ("scales",)),
 ]
 
 
@@ -127,7 +130,7 @@ def measure(case: Case, shape: tuple[int, int], megabytes: float) -> None:
         executors.SMALL = small
         rate, copy, slow = (first.nbytes / 1e9 / t for t in (statistics.median(ours), statistics.median(copies), numpy))
         bound = f"at least {case.bound:g}" if case.bound else ""
-        what = f"{case.name:<15}{shape[0]:>6} x{shape[1]:>6}  {way:<6}"
+        what = f"{case.name:<17}{shape[0]:>6} x{shape[1]:>6}  {way:<6}"
         print(
             f"{what}{rate:>8.2f}{slow:>8.2f}{copy:>8.2f}{rate / copy:>7.0%}{compile_seconds:>9.2f} s  {bound}",
             flush=True,
@@ -140,7 +143,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name holds this")
     options = parser.parse_args()
     print(f"{platform.platform()}, Python {platform.python_version()}, one of {os.cpu_count()} cores")
-    print(f"{'GB/s':<37}compiled   NumPy  memcpy  share first call  bound")
+    print(f"{'GB/s':<39}compiled   NumPy  memcpy  share first call  bound")
     for case in CASES:
         if options.only in case.name:
             for shape in SHAPES:

@@ -23,7 +23,19 @@ from typing import Any
 import torch
 import triton
 
-from halfbyte.layouts import LAYOUTS, Columns, ExpertsOutPair, Layout, Marlin, Order, Tiles64, Trtllm, cuda, executors
+from halfbyte.layouts import (
+    LAYOUTS,
+    Columns,
+    ExpertsOutPair,
+    Fragments,
+    Layout,
+    Marlin,
+    Order,
+    Tiles64,
+    Trtllm,
+    cuda,
+    executors,
+)
 
 SHAPES = ((28672, 8192), (14336, 4096))
 BOUND = 4.0
@@ -36,6 +48,7 @@ VARIANTS = (
     ExpertsOutPair("atom"),
     Marlin(pad_n=128, pad_k=64),
     Trtllm(epilogue_tile=64),
+    Fragments("float16"),
 )
 
 
@@ -95,7 +108,13 @@ def eager(plane: str, order: Order, x: Any) -> Any:
         return executors.arrange_torch(order, x)
     codes = torch.stack([x & 15, x >> 4], -1).flatten(-2)
     moved = executors.arrange_torch(order, codes)
-    return moved[..., 0::2] | (moved[..., 1::2] << 4)
+    packed = moved[..., 0::2] | (moved[..., 1::2] << 4)
+    if not order.bits:
+        return packed
+    words, whole = packed.view(torch.int32), torch.zeros((), dtype=torch.int32, device=x.device)
+    for first, second in enumerate(order.bits):
+        whole = whole | (words >> first & 1) << second
+    return whole.view(torch.uint8)
 
 
 def measure(shape: tuple[int, int]) -> Iterator[dict[str, Any]]:

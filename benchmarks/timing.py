@@ -276,7 +276,16 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     """Of the packages that figures depend on."""
     found: dict[str, str | None] = {}
-    for name in ("numpy", "numba", "llvmlite", "torch", "nvidia-modelopt", "llama-cpp-python"):
+    for name in (
+        "numpy",
+        "numba",
+        "llvmlite",
+        "torch",
+        "triton",
+        "nvidia-modelopt",
+        "llama-cpp-python",
+        "humming-kernels",
+    ):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -294,13 +303,16 @@ def commit() -> str | None:
     return None if head.returncode else head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
+def entry(row: Row) -> dict[str, Any]:
+    """A row as JSON holds it, without what is empty."""
+    found = {name: value for name, value in asdict(row).items() if value not in (None, "", {}, ())}
+    if row.figures:
+        found["figures"] = [asdict(figure) | {"met": figure.met} for figure in row.figures]
+    return found
+
+
 def write(path: Path, rows: list[Row], **more: Any) -> None:
     """All of it as JSON."""
-    held = []
-    for row in rows:
-        entry = {name: value for name, value in asdict(row).items() if value not in (None, "", {}, ())}
-        if row.figures:
-            entry["figures"] = [asdict(figure) | {"met": figure.met} for figure in row.figures]
-        held.append(entry)
+    held = [entry(row) for row in rows]
     document = {"machine": machine(), "versions": versions(), "commit": commit(), **more, "rows": held}
     path.write_text(json.dumps(document, indent=1) + "\n")

@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 python -m moves
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,14 @@ from orders import PLANES
 
 SHAPES = ((64, 128), (130, 64), (24, 80), (128, 192))
 """Small enough for the interpreter; several tiles of some, tiles cut off, and padding."""
+
+BITS = (*range(31, 15, -1), *range(16))
+WORDS = (
+    (Order("(n a) (k b c) -> k n -b a c", bits=BITS, a=2, b=2, c=2), True, (6, 64)),
+    (Order("n (k p) -> k n p", bits=BITS, p=8), True, (5, 48)),
+    (Order("(n a) k -> k n -a", bits=BITS, a=16), True, (24, 32)),
+)
+"""Words whose bits move: of 8 and of 4 bytes, with codes backwards, and with exchanges."""
 
 
 def statements() -> Iterator[tuple[Order, bool, tuple[int, int]]]:
@@ -48,8 +57,10 @@ def any_statements(count: int) -> Iterator[tuple[Order, bool, tuple[int, int]]]:
         free = [str(rng.choice(axis)) for axis in axes]
         sizes = {d: 1 << int(rng.integers(0, 4)) for axis in axes for d in axis if d not in free}
         memory = [("-" if d in sizes and rng.random() < 0.2 else "") + d for d in rng.permutation(axes[0] + axes[1])]
-        order = Order(f"({' '.join(axes[0])}) ({' '.join(axes[1])}) -> {' '.join(memory)}", **sizes)
+        pattern = f"({' '.join(axes[0])}) ({' '.join(axes[1])}) -> {' '.join(memory)}"
         codes = bool(rng.integers(2))
+        moves_bits = codes and math.prod(sizes.values()) % 8 == 0 and rng.random() < 0.5
+        order = Order(pattern, bits=rng.permutation(32).tolist() if moves_bits else (), **sizes)
         shape = int(rng.integers(1, 70)), 16 * int(rng.integers(1, 9)) if codes else int(rng.integers(1, 70))
         if isinstance(cuda.plan(order, shape, 4 if codes else 8, False), cuda.Plan):
             yield order, codes, shape
@@ -69,7 +80,7 @@ def check(order: Order, codes: bool, shape: tuple[int, int], device: str) -> Non
 def check_all(device: str, random: int) -> int:
     """Check every statement that is not refused; how many."""
     count = 0
-    for order, codes, shape in [*statements(), *any_statements(random)]:
+    for order, codes, shape in [*statements(), *WORDS, *any_statements(random)]:
         if cuda.refuse(order, shape, codes=codes) is None:
             check(order, codes, shape, device)
             count += 1

@@ -20,7 +20,7 @@ _HOMES = {
     "Int8Weight": "kinds",
     "Mxfp4Weight": "kinds",
     "Packed": "layouts",
-    "Plan": "ops",
+    "Plan": "plans",
     "Reading": "modules",
     "Report": "findings",
     "Weight": "weight",
@@ -34,7 +34,7 @@ _HOMES = {
     "linear": "ops",
     "open": "checkpoint.reader",
     "pack": "ops",
-    "plan": "ops",
+    "plan": "plans",
     "quantize": "recipes",
     "quantize_checkpoint": "tools.quantize",
     "scale_report": "underflow",
@@ -100,7 +100,8 @@ if TYPE_CHECKING:
     from halfbyte.layouts import Packed
     from halfbyte.lossy import to_fp8, to_int8
     from halfbyte.modules import Reading
-    from halfbyte.ops import Plan, attention, grouped_linear, linear, pack, plan, unpack
+    from halfbyte.ops import attention, grouped_linear, linear, pack, unpack
+    from halfbyte.plans import Plan, plan
     from halfbyte.recipes import quantize
     from halfbyte.tools.convert import convert
     from halfbyte.tools.dequantize import dequantize_checkpoint

@@ -314,6 +314,12 @@ EXPLANATIONS: Final[dict[str, str]] = {
         "`--mxfp4 keep` where the engine takes them. Or a weight was packed in a layout with `lossy=True`, "
         "whose form of block scales lost some: `marlin` with `scale_format=e4m3` or `dtype=float16` loses none."
     ),
+    "HB303": (
+        "A weight was packed in a layout whose `zero_blocks` is canonical, such as `fragments`: its form of block "
+        "scales has no 0, so where a scale is 0 the codes are stored as 0, and come back as 0. The values are 0 before "
+        "and after, but for the sign of a -0. The number is that of the blocks whose codes changed. Converted back, "
+        "the checkpoint has the source's values and not all its bytes; `fragments(dtype=float16)` keeps the bytes too."
+    ),
     # diff
     "HB401": (
         "A module is in one of the two checkpoints and has no counterpart of that name in the other. It was dropped, "

@@ -70,6 +70,7 @@ CODES: Final[dict[str, tuple[Severity, str]]] = {
     # options
     "HB301": ("warning", "pattern that selects no module"),
     "HB302": ("warning", "weight whose values the conversion has rounded"),
+    "HB303": ("note", "blocks with scale 0 whose codes the layout has as 0"),
     # diff
     "HB401": ("error", "module in one checkpoint only"),
     "HB402": ("error", "values differ"),

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from halfbyte.errors import HalfbyteError, MissingExtraError, UsageError
 from halfbyte.layouts import Packed
-from halfbyte.ops import as_packed, linear, pack
+from halfbyte.operands import as_packed
+from halfbyte.ops import linear, pack
 from halfbyte.weight import DenseWeight, Fp8Weight, Weight, to_torch
 
 try:

@@ -70,16 +70,20 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
     "kernels": (*MEANING, "layouts", "vectors", "decode_code"),
-    "ops": (*RUN, "lossy", "torch_ops"),
+    "operands": RUN,
+    "int8_ops": (*RUN, "lossy", "operands"),
+    "plans": (*RUN, "operands", "int8_ops"),
+    "remembered": (*RUN, "operands"),
+    "ops": (*RUN, "operands", "int8_ops", "plans", "remembered", "torch_ops"),
     "torch_ops": (*RUN, "ops"),
-    "nn": (*RUN, "ops", "torch_ops"),
+    "nn": (*RUN, "operands", "ops", "torch_ops"),
     "hf": (*RUN, "ops", "torch_ops", "nn"),
     "parallel": (*RUN, "ops", "torch_ops", "nn"),
     "timing": BASE,
 }
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- arrays <-
 kinds, shifts <- weight <- recipes, layouts; layouts <- dialects <- checkpoint <- writing <- tools <- cli, and
-layouts <- kernels <- ops <- nn."""
+layouts <- kernels <- operands <- int8_ops <- plans, remembered <- ops <- nn."""
 
 CHAINS = {
     "checkpoint": {
@@ -187,7 +191,7 @@ def test_kernels_see_no_files_and_files_no_kernels():
     for name, file in NAMES.items():
         part = f"{name}.".split(".")[1]
         others = {other.split(".")[1] for other in imported(file) if other.count(".")}
-        if part in ("kernels", "ops"):
+        if part in ("kernels", "operands", "int8_ops", "plans", "remembered", "ops"):
             assert not others & {"checkpoint", "dialects", "tools", "cli", "stored", "findings"}, name
         if part in ("checkpoint", "dialects", "tools", "recipes", "layouts", "arrays", "kinds", "shifts", "weight"):
             assert not others & {"kernels", "ops", "nn"}, name
@@ -205,7 +209,7 @@ def test_no_star_imports_and_no_registering_decorators(file):
             ]
 
 
-NO_KERNELS = ("base", "compiled", "drawing", "choices", "launch")
+NO_KERNELS = ("base", "compiled", "drawing", "choices", "ceilings", "launch")
 TABLES = {"layouts": "LAYOUTS", "recipes": "RECIPES", "dialects": "DIALECTS", "kernels": "KERNELS"}
 
 

@@ -1,5 +1,6 @@
 """The executor of layouts that Numba compiles: byte for byte as NumPy's, for any statement, and no byte beyond."""
 
+import math
 import signal
 import subprocess
 import sys
@@ -132,14 +133,15 @@ def test_any_statement(order, shape, lead):
 
 @st.composite
 def binary_orders(draw):
-    """A statement of digits that are powers of two, some backwards, and a shape of whole and of ragged tiles."""
+    """A statement of digits that are powers of two, some backwards, some with bits; of whole and of ragged tiles."""
     axes = [[letter + str(i) for i in range(draw(st.integers(1, 4)))] for letter in "nk"]
     free = {axis[draw(st.integers(0, len(axis) - 1))] for axis in axes}
     memory = draw(st.permutations([*axes[0], *axes[1]]))
     backwards = draw(st.sets(st.sampled_from(memory)))
     sizes = {digit: draw(st.sampled_from([2, 4, 8])) for axis in axes for digit in axis if digit not in free}
     placed = " ".join(f"-{digit}" if digit in backwards else digit for digit in memory)
-    order = Order(f"({' '.join(axes[0])}) ({' '.join(axes[1])}) -> {placed}", **sizes)
+    bits = draw(st.sampled_from([(), draw(st.permutations(range(32)))])) if math.prod(sizes.values()) % 8 == 0 else ()
+    order = Order(f"({' '.join(axes[0])}) ({' '.join(axes[1])}) -> {placed}", bits=bits, **sizes)
     n, k = (draw(st.sampled_from([16, 24, 33, 64])) for _ in "nk")
     return order, (n, k - k % 2)
 
@@ -154,7 +156,25 @@ def test_any_statement_of_powers_of_two(case, codes):
     flat = executors.arrange_compiled(order, a, codes)
     assert_same_bytes(flat, by_numpy(arrange_codes if codes else arrange, order, a))
     assert_same_bytes(executors.restore_compiled(order, flat, shape, codes), a)
-    assert not codes or np.array_equal(nibbles(flat)[: order.count(shape)], arrange(order, nibbles(a)))
+    if codes and not order.bits:
+        assert np.array_equal(nibbles(flat)[: order.count(shape)], arrange(order, nibbles(a)))
+
+
+@needs_numba
+@pytest.mark.usefixtures("forced")
+@pytest.mark.parametrize("a", [2, 3])
+def test_bits_of_words_that_tiles_and_elements_move(a, rng):
+    """Of two rows and four columns: the last row and the last columns are moved alone."""
+    order = Order("(n b) (k a p) -> n k a b p", bits=rng.permutation(32).tolist(), b=2, a=a, p=4)
+    shape = 5, 100
+    codes = rng.integers(0, 256, (5, 50), np.uint8)
+    flat = arrange_codes(order, codes)
+    assert executors._move(order, shape, True, None, False).tiled == 4 * 96 / 500
+    assert_same_bytes(flat, by_numpy(arrange_codes, order, codes))
+    assert_same_bytes(restore_codes(order, flat, shape), codes)
+    straight = np.unpackbits(arrange_codes(Order(order.pattern, b=2, a=a, p=4), codes), bitorder="little")
+    moved = np.unpackbits(flat, bitorder="little").reshape(-1, 32)
+    assert np.array_equal(moved[:, order.bits].reshape(-1), straight)
 
 
 @needs_numba
@@ -347,7 +367,7 @@ def test_threads_share_what_is_compiled(monkeypatch, rng):
 GUARDED = """
 import ctypes, mmap, sys
 import numpy as np
-from halfbyte.layouts import Atoms128x4, Columns, Comfy, Gguf, Marlin, NPacked, Trtllm, executors
+from halfbyte.layouts import Atoms128x4, Columns, Comfy, Fragments, Gguf, Marlin, NPacked, Trtllm, executors
 
 libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -368,7 +388,7 @@ def guarded(a, at_the_end):
 rng = np.random.default_rng(0)
 beyond = sys.argv[1] == "beyond"
 cases = [(layout, plane) for layout in (Atoms128x4(), Columns(), Columns(7), Comfy(), Gguf(), Marlin(), NPacked(),
-         Trtllm()) for plane in ("codes", "scales")]
+         Trtllm(), Fragments()) for plane in ("codes", "scales")]
 for layout, plane in cases:
     order, codes = (layout.codes, True) if plane == "codes" else (layout.scales, False)
     ((name, parts),) = ((n, p) for n, p in layout.buffers.items() if plane in p)

@@ -45,6 +45,20 @@ def test_one(layout):
     assert layout.used_by in ran.stdout
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("rows", "kept", "are kept"),
+        ("fragments(dtype=float16)", "kept", "are kept"),
+        ("fragments", "canonical", "are packed as 0, and come back as 0"),
+        ("gate_up(order=up_first, layout=fragments)", "canonical", "are packed as 0, and come back as 0"),
+    ],
+)
+def test_what_becomes_of_zero_blocks(key, value, words):
+    assert entry(key)["zero_blocks"] == value
+    assert f"the codes of blocks whose scale is 0 {words}" in call("layouts", key).stdout
+
+
 def test_fields():
     fields = {f["name"]: f for f in entry("marlin(scale_format=s0e5m3)")["fields"]}
     assert fields["scale_format"] == {

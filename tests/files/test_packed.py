@@ -43,7 +43,7 @@ from contract import VARIANTS, fitting
 from halfbyte import jit
 from halfbyte.dialects.packed import Pack
 from halfbyte.errors import FormatError, HalfbyteError, LayoutError, UsageError
-from halfbyte.layouts import GateUp, Marlin, Rows
+from halfbyte.layouts import Fragments, GateUp, Marlin, Rows
 from halfbyte.weight import Weight
 
 CT = "compressed-tensors"
@@ -101,7 +101,7 @@ def test_there_and_back(layout, dialect, tmp_path):
     report = halfbyte.convert(src, tmp_path / "packed", layout=layout.key, prove=True)
     assert report.facts["proven"] == len(tensors_of(src))
     assert report.facts["layout"] == layout.key
-    assert report.facts["rounded"] == []
+    assert report.facts["rounded"] == report.facts["zeroed"] == []
     found = tensors_of(tmp_path / "packed")
     for name, weight in made.items():
         given = weight if dialect == "modelopt" else weight.replace(pre_scale=None)
@@ -275,6 +275,79 @@ def test_a_layout_that_rounds_says_by_how_much(tmp_path):
     with halfbyte.open(tmp_path / "packed") as checkpoint:
         assert checkpoint["m.odd"].same(meant)
         assert checkpoint["m.even"].same(Weight(**nvfp4(16, 16)))
+
+
+# --- layouts that have no codes in blocks whose scale is 0
+
+
+def with_zero_blocks(n, k, seed=0):
+    """The roles of a weight of which two blocks have the scale 0: one with codes, one without; and those it becomes."""
+    roles = nvfp4(n, k, seed)
+    scales, given = roles["scales"].view(np.uint8).copy(), roles["codes"].copy()
+    scales[3, 1] = scales[n - 1, 0] = 0
+    given[n - 1, :8] = 0
+    given[3, 8:16] = 0x80
+    kept = given.copy()
+    kept[3, 8:16] = 0
+    roles = roles | {"scales": scales.view(E4M3), "codes": given}
+    return roles, roles | {"codes": kept}
+
+
+def zero_block_findings(report):
+    return [(f.severity, f.tensor, f.got) for f in report.findings if f.code == "HB303"]
+
+
+def test_codes_of_zero_blocks_are_told(tmp_path):
+    roles, kept = with_zero_blocks(40, 80)
+    others = named("modelopt", "m.even", nvfp4(16, 16))
+    src = make(tmp_path / "src", named("modelopt", "m.odd", roles) | others)
+    assert halfbyte.convert(src, tmp_path / "packed", layout="fragments", dry_run=True).facts["zeroed"]
+    report = halfbyte.convert(src, tmp_path / "packed", layout="fragments", prove=True)
+    assert report.facts["zeroed"] == [{"name": "m.odd", "blocks": 1}]
+    assert report.facts["rounded"] == []
+    assert zero_block_findings(report) == [("note", "m.odd", "1 blocks")]
+    packed = Fragments().pack(Weight(**roles))
+    assert tensors_of(tmp_path / "packed")["m.odd.codes"].data == packed.buffers()["codes"].tobytes()
+    with halfbyte.open(tmp_path / "packed") as checkpoint:
+        assert checkpoint["m.odd"].same(Weight(**kept))
+        assert np.array_equal(checkpoint["m.odd"].dequantize(), Weight(**roles).dequantize())
+    back = halfbyte.convert(tmp_path / "packed", tmp_path / "back", to="modelopt", prove=True)
+    assert zero_block_findings(back) == []
+    assert tensors_of(tmp_path / "back") == tensors_of(
+        make(tmp_path / "kept", named("modelopt", "m.odd", kept) | others)
+    )
+    told = call("convert", src, tmp_path / "again", "--layout", "fragments")
+    assert told.rc == 0
+    assert "codes of 1 block whose scale is 0 are 0 now; no value changed" in told.stdout
+    assert "HB303" in told.stderr
+
+
+@pytest.mark.parametrize("layout", ["fragments(dtype=float16)", "marlin"])
+def test_codes_of_zero_blocks_that_a_layout_keeps(layout, tmp_path):
+    src = make(tmp_path / "src", named("modelopt", "m.odd", with_zero_blocks(40, 80)[0]))
+    report = halfbyte.convert(src, tmp_path / "packed", layout=layout, prove=True)
+    assert report.facts["zeroed"] == zero_block_findings(report) == []
+    halfbyte.convert(tmp_path / "packed", tmp_path / "back", to="modelopt", prove=True)
+    assert tensors_of(tmp_path / "back") == tensors_of(src)
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+def test_codes_of_zero_blocks_in_stacks(columns, tmp_path):
+    p = "model.layers.0.mlp.experts"
+    parts = {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}
+    both = {(e, part): with_zero_blocks(*shape, e) for e in range(2) for part, shape in parts.items()}
+    made, kept = ({key: pair[i] for key, pair in both.items()} for i in (0, 1))
+    config = {"model_type": "qwen3_moe", "hidden_size": 32}
+    src = make(tmp_path / "src", stacked_experts(p, made, columns=columns), config)
+    report = halfbyte.convert(src, tmp_path / "packed", layout="fragments", prove=True)
+    assert sorted((z["name"], z["blocks"]) for z in report.facts["zeroed"]) == sorted(
+        (f"{p}.{e}.{part}", 1) for e, part in both
+    )
+    form = "stacked-columns" if columns else "stacked-rows"
+    halfbyte.convert(tmp_path / "packed", tmp_path / "back", to="modelopt", experts=form, prove=True)
+    assert tensors_of(tmp_path / "back") == tensors_of(
+        make(tmp_path / "kept", stacked_experts(p, kept, columns=columns))
+    )
 
 
 # --- refusals

@@ -15,7 +15,7 @@ import moves
 from contract import MX_VARIANTS, VARIANTS, fitting
 from cuda_code import ARCHITECTURES, Program
 from halfbyte.errors import LayoutError
-from halfbyte.layouts import LAYOUTS, Columns, Marlin, NPacked, Order, Rows, cuda
+from halfbyte.layouts import LAYOUTS, Columns, Fragments, Marlin, NPacked, Order, Rows, cuda
 from halfbyte.layouts.executors import arrange, arrange_codes, executor, restore, restore_codes
 from helpers import assert_same_bytes, random_mxfp4, random_weight
 
@@ -60,6 +60,12 @@ def test_as_numpy_in_the_interpreter():
         (Order("n k -> n -k"), (4, 32), False, "digit k has no size and runs backwards"),
         (NPacked().codes, (3, 16), True, "pairs of codes are not whole bytes, by digits of n=3, k=16"),
         (NPacked().codes, (0, 16), True, "nothing moves"),
+        (
+            Order("(n a) (k b) -> n b k a", bits=moves.BITS, a=2, b=4),
+            (2, 24),
+            True,
+            "words of 4 codes, where the bits of 8 move",
+        ),
         (Rows().codes, (4, 16), True, "nothing moves"),
         (NPacked().codes, (2**20, 2**16, 2**10), True, "more tiles than a launch takes"),
     ],
@@ -156,18 +162,22 @@ def program(order, codes, shape, back):
 STATEMENTS = list(
     {
         (order, codes, layout.grid((14336, 4096), "codes" if codes else "scales")): None
-        for layout in LAYOUTS
+        for layout in (*LAYOUTS, Fragments("float16"))
         for order, codes in ((layout.codes, True), (layout.scales, False))
     }
 )
 CASES = [(statement, back) for statement in STATEMENTS for back in (False, True)]
 COMPILED = [(ARCHITECTURES[i % len(ARCHITECTURES)], *case) for i, case in enumerate(CASES)]
+COMPILED += [(sm, case, back) for sm in ARCHITECTURES for case in STATEMENTS if case[0].bits for back in (False, True)]
 
 
 @needs_triton
 @pytest.mark.parametrize("start", range(4))
 def test_compiles_without_a_gpu(start):
-    """Every statement, both ways: vectors of 16 bytes at both ends, nothing spilled, little shared memory."""
+    """Every statement, both ways: vectors of 16 bytes at both ends, nothing spilled, little shared memory.
+
+    Of fragments' codes, two vectors of 8 bytes lie in turn on one side.
+    """
     for capability, statement, back in COMPILED[start::4]:
         code = program(*statement, back).compile(capability)
         case = (capability, statement, back)
@@ -175,5 +185,6 @@ def test_compiles_without_a_gpu(start):
         assert code.registers <= 128, case
         assert code.shared <= 48 << 10, case
         accesses = re.findall(r"(?:ld|st)\.global\.\S+", code.ptx)
-        assert {access.split(".", 2)[2] for access in accesses} <= {"v2.b64", "v4.b32"}, case
+        wide = {"v2.b64", "v4.b32"} | ({"b64"} if statement[0].bits else set())
+        assert {access.split(".", 2)[2] for access in accesses} <= wide, case
         assert len(accesses) >= 2

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from contract import MX_VARIANTS, VARIANTS, check_layout, fitting
 from halfbyte.errors import LayoutError
-from halfbyte.layouts import Marlin, Order, Packed, Rows, Tiles, Tiles64
+from halfbyte.layouts import Fragments, Marlin, Order, Packed, Rows, Tiles, Tiles64
 from halfbyte.layouts.executors import arrange, arrange_codes, restore, restore_codes
 from halfbyte.weight import LossyWarning, to_torch
 from helpers import assert_same_bytes, modelopt, nibbles, random_mxfp4, random_weight
@@ -75,6 +75,48 @@ def test_views_of_tensors():
     weight = random_weight(np.random.default_rng(0), 9, 64, (2,), per_row=True).torch()
     for part in (weight.rows(2, 7), weight.columns(16, 48), *weight.unstack()):
         check_layout(Rows(), part)
+
+
+def test_fragments_as_numpy():
+    """Every positive scale, zero blocks with codes, and codes that begin at an odd address."""
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, 24, 80, (2,))
+    scales = np.arange(weight.scales.size, dtype=np.uint8).reshape(weight.scales.shape) % 127
+    scales[0, :, ::2] = 0
+    weight = weight.replace(scales=scales)
+    line = torch.zeros(weight.codes.size + 1, dtype=torch.uint8)
+    line[1:] = weight.torch().codes.reshape(-1)
+    odd = line[1:].view(weight.codes.shape)
+    for layout in (Fragments(), Fragments("float16")):
+        numpy = layout.pack(weight)
+        for one in (weight.torch(), weight.torch().replace(codes=odd)):
+            packed = layout.pack(one)
+            for name, buffer in numpy.buffers().items():
+                assert_same_bytes(packed.buffers()[name], buffer)
+            assert packed.unpack().numpy().same(numpy.unpack())
+    assert torch.equal(odd, weight.torch().codes)
+
+
+def test_scales_that_fragments_cannot_have():
+    """In NumPy and torch: each stored byte is read as the scale it was made of, or refused."""
+    layout = Fragments()
+    valid = layout.pack(random_weight(np.random.default_rng(0), 16, 64).replace(scales=np.full((16, 4), 8, np.uint8)))
+    made = {0: 0, **{1 << i: 8 * (12 + i + 1) for i in range(3)}, 3: 116, 5: 122, 6: 124, 7: 126}
+    made |= {byte: byte + 120 for byte in range(8, 127)}
+    read = {stored: byte for byte, stored in made.items()}
+    for stored in range(256):
+        for packed in (valid, valid.to("cpu")):
+            buffers = packed.buffers()
+            buffers["scales"] = buffers["scales"] * 0 + stored
+            changed = Packed(layout, packed.shape, buffers)
+            if stored in read:
+                assert (changed.unpack().scales == read[stored]).all()
+                continue
+            with pytest.raises(LayoutError) as caught:
+                changed.unpack()
+            assert str(caught.value) == (
+                f"the stored block scale at [0, 0] is no positive E4M3 number: got byte {stored:02X}"
+            )
 
 
 def test_tiles_of_tensors():

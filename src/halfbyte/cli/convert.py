@@ -71,6 +71,9 @@ def _render(report: Report, out: Console) -> None:
         rows.append(("MXFP4", f"{exact} of {plural(len(facts['mxfp4']), 'layer')} as NVFP4 without changing a value"))
     if "layout" in facts:
         rows.append(("layout", facts["layout"]))
+    if facts.get("zeroed"):
+        blocks = sum(entry["blocks"] for entry in facts["zeroed"])
+        rows.append(("zero blocks", f"codes of {plural(blocks, 'block')} whose scale is 0 are 0 now; no value changed"))
     if "proven" in facts:
         rows.append(("proven", f"{facts['proven']} tensors read back and equal to their source"))
     pairs(out, [("dialect", f"{facts['from']} -> {facts['to']}"), *read_with(facts), *rows, *wrote(report, out)])

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from halfbyte.layouts import Layout
 
 
+ZERO_BLOCKS = {
+    "kept": "the codes of blocks whose scale is 0 are kept",
+    "canonical": "the codes of blocks whose scale is 0 are packed as 0, and come back as 0",
+}
+"""What a layout's ``zero_blocks`` means, in words."""
+
+
 @click.command("layouts")
 @click.argument("name", required=False)
 @shared_options
@@ -69,6 +76,7 @@ def _facts(layout: Layout) -> dict[str, Any]:
         "used_by": layout.used_by,
         "needs": {"n": n, "k": k},
         "refuses": layout.refuses,
+        "zero_blocks": layout.zero_blocks,
         "buffers": [*layout.buffers, *layout.extras],
         "fields": fields,
     }
@@ -107,6 +115,7 @@ def _one(report: Report, out: Console) -> None:
         ("used by", entry["used_by"]),
         ("needs", _needs(entry)),
         ("refuses", entry["refuses"]),
+        ("zero blocks", ZERO_BLOCKS[entry["zero_blocks"]]),
         ("buffers", ", ".join(entry["buffers"])),
     ]
     pairs(out, rows + [("field", _choices(field)) for field in entry["fields"]])

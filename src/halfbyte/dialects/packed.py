@@ -28,6 +28,7 @@ import numpy as np
 from halfbyte.dialects.base import Dialect, Facts, Output, Piece
 from halfbyte.errors import FormatError, LayoutError
 from halfbyte.layouts import GateUp, Layout, Marlin, parse
+from halfbyte.layouts.base import without_zero_blocks
 from halfbyte.layouts.executors import Plane, arrange, arrange_codes, interleave, restore, restore_codes, separate
 from halfbyte.modules import BYTES, LAYOUT_METADATA, Headers, Kind, Module, is_mx, quant_section
 from halfbyte.numerics import BLOCK
@@ -284,6 +285,18 @@ class Hold:
     def __call__(self, raw: Any) -> Any:
         """Bytes to (N, K/16) u8."""
         return held(_layout(self.key), scales_alone(raw, self.shape))
+
+
+@dataclass(frozen=True)
+class ZeroBlocks:
+    """Codes as they come back from a layout that has none in blocks whose scale is 0; ``scales`` are theirs."""
+
+    scales: Stored
+
+    def __call__(self, raw: Any) -> Any:
+        """Bytes to (N, K/2) u8."""
+        scales = read_tensor(self.scales).view(np.uint8)
+        return without_zero_blocks(raw.view(np.uint8).reshape(*scales.shape[:-1], -1), scales)
 
 
 def scales_alone(scales: Any, shape: Sequence[int]) -> Weight:

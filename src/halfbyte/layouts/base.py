@@ -22,6 +22,7 @@ from halfbyte.layouts.executors import (
     arrange,
     arrange_codes,
     arrange_compiled,
+    as_words,
     choose,
     executor,
     in_records,
@@ -221,7 +222,7 @@ class Layout:
         return int(first[n] + second[k])
 
     def pack(self, weight: Packable) -> Packed:
-        """The weight in this layout.
+        """The weight in this layout; where ``zero_blocks`` says so, without the codes of blocks whose scale is 0.
 
         Raises:
             LayoutError: another kind of weight, or a shape or value that this layout cannot hold.
@@ -231,7 +232,7 @@ class Layout:
         if reason:
             raise LayoutError(f"layout {self.name} cannot hold this weight: {reason}", got=weight.shape)
         scales, extras = self.to_stored(weight)
-        codes = weight.codes if self.zero_blocks == "kept" else _without_zero_blocks(weight)
+        codes = weight.codes if self.zero_blocks == "kept" else without_zero_blocks(weight.codes, weight.scales)
         planes: dict[Plane, Array] = {"codes": codes, "scales": scales}
         always, optional = self.beside
         buffers = {
@@ -390,7 +391,8 @@ class Packed:
         return Packed(self.layout, self.shape[1:], buffers)
 
     def unpack(self) -> Packable:
-        """The weight again, bit for bit but for what the layout's ``zero_blocks`` says."""
+        """The weight again, bit for bit, with one exception: where the layout's ``zero_blocks`` is "canonical", codes
+        of blocks whose scale is 0 come back as 0, so -0 as 0. No other value changes."""
         return self.layout.unpack(self)
 
 
@@ -401,13 +403,15 @@ def _wrong_scales(kind: Kind, scales: Array) -> dict[str, Array]:
     return {"NaN": (scales & 127) == 127, "negative": scales >= 128}
 
 
-def _without_zero_blocks(weight: Packable) -> Array:
-    """The codes, 0 in blocks whose scale is 0."""
-    zero = weight.scales == 0
-    if not bool(zero.any()):
-        return weight.codes
-    blocks = weight.codes.reshape(*zero.shape, weight.codes.shape[-1] // zero.shape[-1])
-    return (blocks * ~zero[..., None]).reshape(weight.codes.shape)
+def without_zero_blocks(codes: Array, scales: Array) -> Array:
+    """The codes (*E, N, K/2), 0 in blocks whose scale, of (*E, N, G), is 0."""
+    zero = scales == 0
+    asked = not is_torch(zero) or not zero.is_cuda  # an answer from a GPU is later than the words
+    if asked and not bool(zero.any()):
+        return codes
+    words = as_words(codes, 8)
+    kept = words.reshape(*zero.shape, words.shape[0] // max(1, prod(zero.shape))) * ~zero[..., None]
+    return kept.reshape(-1).view(codes.dtype).reshape(codes.shape)
 
 
 def first_true(bad: Array) -> list[int]:

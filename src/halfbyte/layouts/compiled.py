@@ -5,7 +5,8 @@ one bit of n or of k always moves an element by the same step, that bit is a bit
 permutation of address bits. Bits that are the lowest of either side make a tile, whose lines of 64 bytes are
 loaded into vector registers whole, permuted there (an exchange of a bit of the register's number with one of the
 byte's is a shuffle of two registers, and one with the nibble's is two shifts), and stored as whole lines. What no
-whole tile covers is moved element by element.
+whole tile covers is moved element by element. Where one side states the bits of words of 8 codes, a tile has whole
+words of it, and their bits move once these are in registers.
 
 The code of a tile depends on the permutation alone, not on the shape: it is compiled once and kept in memory.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -22,6 +24,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from halfbyte.errors import LayoutError
+from halfbyte.layouts.order import CODES
 
 LINE: Final = 64
 """Bytes of a cache line, and of the vectors: LLVM splits them where a machine's are shorter."""
@@ -48,6 +51,20 @@ class Places(NamedTuple):
     columns: Any
 
 
+class Words(NamedTuple):
+    """The bits of each 8 codes of one side, as ``Order`` has them.
+
+    Args:
+        places: where each bit lies.
+        shifts: what moves them, to there or back.
+        back: from there; the source's side has them.
+    """
+
+    places: tuple[int, ...]
+    shifts: tuple[tuple[int, int], ...]
+    back: bool
+
+
 class Bit(NamedTuple):
     """A bit of an address: flipping bit ``place`` of an axis moves an element by these steps."""
 
@@ -67,6 +84,7 @@ class Network:
         flips: the bits of the target's index that are the opposite of the source's.
         load: bits of the index of the pieces that are loaded.
         store: bits of the index of those that are stored.
+        words: what moves the bits of words, or None where they lie as they are.
     """
 
     bits: int
@@ -74,6 +92,7 @@ class Network:
     flips: frozenset[int]
     load: int
     store: int
+    words: Words | None
 
 
 @dataclass(frozen=True)
@@ -108,29 +127,33 @@ def bits_of(source: Any, target: Any, axis: int) -> list[Bit]:
     return found
 
 
-def tiles(bits: int, source: Places, target: Places) -> Tiles | None:
+def tiles(bits: int, source: Places, target: Places, words: Words | None) -> Tiles | None:
     """The tile that moves these elements in the least time, or None where no bits of both sides make one."""
     found = [bit for axis in (0, 1) for bit in bits_of(source[axis], target[axis], axis)]
     nibble = int(bits == 4)
     longest = LINE.bit_length() - 1 + nibble
     runs = [_run(found, side, longest) for side in ("source", "target")]
+    least_run = [nibble, nibble]
+    if words:
+        least_run[not words.back] = CODES.bit_length() - 1
     best: Tiles | None = None
     least = float(SLOW)
-    for load, store in product(*(range(len(run), nibble - 1, -1) for run in runs)):
+    for load, store in product(*(range(len(run), few - 1, -1) for run, few in zip(runs, least_run, strict=True))):
         together = {*runs[0][:load], *runs[1][:store]}
         steps = [max((2 << bit.place for bit in together if bit.axis == axis), default=1) for axis in (0, 1)]
         sizes = [len(source[axis]) for axis in (0, 1)]
         tiled = prod(size // step * step for size, step in zip(sizes, steps, strict=True)) / prod(sizes)
         cost = tiled * (1 + PIECE / (1 << load - nibble) + PIECE / (1 << store - nibble)) + (1 - tiled) * SLOW
         if SMALLEST <= 1 << len(together) - nibble <= LARGEST and cost < least:
-            made = _tile(bits, together, (steps[0], steps[1]), load, store)
+            made = _tile(bits, together, (steps[0], steps[1]), load, store, words)
             origins = _origins(made, source, target)
-            if not nibble or not any((at % 2).any() for at in [*origins, made.loads, made.stores]):
+            sides = [*origins[::2], made.loads], [*origins[1::2], made.stores]
+            if not any((at % (1 << few)).any() for few, side in zip(least_run, sides, strict=True) for at in side):
                 best, least = made, cost
     return best
 
 
-def _tile(bits: int, together: set[Bit], steps: tuple[int, int], load: int, store: int) -> Tiles:
+def _tile(bits: int, together: set[Bit], steps: tuple[int, int], load: int, store: int, words: Words | None) -> Tiles:
     by_source = sorted(together, key=lambda bit: abs(bit.source))
     by_target = sorted(together, key=lambda bit: abs(bit.target))
     return Tiles(
@@ -140,6 +163,7 @@ def _tile(bits: int, together: set[Bit], steps: tuple[int, int], load: int, stor
             flips=frozenset(i for i, bit in enumerate(by_target) if (bit.source < 0) != (bit.target < 0)),
             load=load,
             store=store,
+            words=words,
         ),
         tile=tuple(by_source),
         steps=steps,
@@ -190,11 +214,12 @@ class Move:
         bits: of an element: 8, or 4 with the first of a byte in its low nibble.
         source: where each element is.
         target: where it goes; no two to one place.
+        words: what moves the bits of words of 8 codes, of one side.
     """
 
-    def __init__(self, bits: int, source: Places, target: Places) -> None:
-        self.bits = bits
-        self.tiles = tiles(bits, source, target)
+    def __init__(self, bits: int, source: Places, target: Places, words: Words | None = None) -> None:
+        self.bits, self.words = bits, words
+        self.tiles = tiles(bits, source, target, words)
         size = len(source.rows), len(source.columns)
         steps = self.tiles.steps if self.tiles else size
         whole = size[0] // steps[0] * steps[0], size[1] // steps[1] * steps[1]
@@ -209,7 +234,10 @@ class Move:
             edge = source.rows[rows], target.rows[rows], source.columns[columns], target.columns[columns]
             if len(edge[0]) and len(edge[2]):
                 self._edges.append([np.ascontiguousarray(at, np.int64) for at in edge])
-        self._needs = [_bytes_spanned(bits, places) for places in (source, target)]
+        self._needs = [
+            _bytes_spanned(bits, places, words is not None and words.back == (places is source))
+            for places in (source, target)
+        ]
 
     def run(self, source: Any, target: Any) -> None:
         """Move the elements of one array of bytes to another, both contiguous u8.
@@ -225,7 +253,7 @@ class Move:
         if self.tiles is not None:
             _tile_code(self.tiles.network)(source.ctypes.data, target.ctypes.data, *self._tile_arguments)
         for edge in self._edges:
-            _element_code(self.bits)(source.reshape(-1), target.reshape(-1), *edge)
+            _element_code(self.bits, self.words)(source.reshape(-1), target.reshape(-1), *edge)
 
     def _in_loops(self, made: Tiles, source: Places, target: Places) -> list[Any]:
         """The arguments of a tile's code; the inner loop is along the axis whose tiles are neighbours in the source."""
@@ -237,12 +265,12 @@ class Move:
         return [*parts, BLOCK if sum(map(len, tables)) > FEW else len(columns)]
 
 
-def _bytes_spanned(bits: int, places: Places) -> int:
-    """The bytes up to the last element; none is before the first byte."""
+def _bytes_spanned(bits: int, places: Places, words: bool) -> int:
+    """The bytes up to the last element, or its word; none is before the first byte."""
     first, last = (sum(int(reach(at)) for at in places) for reach in (np.min, np.max))
     if first < 0:
         raise LayoutError("a place before the first", got=first)
-    return last * bits // 8 + 1
+    return (last // CODES + 1) * CODES // 2 if words else last * bits // 8 + 1
 
 
 def _kept(key: Any, make: Callable[[], Callable[..., None]]) -> Callable[..., None]:
@@ -254,7 +282,7 @@ def _kept(key: Any, make: Callable[[], Callable[..., None]]) -> Callable[..., No
     return _COMPILED[key]
 
 
-def _element_code(bits: int) -> Callable[..., None]:
+def _element_code(bits: int, words: Words | None) -> Callable[..., None]:
     def make() -> Callable[..., None]:
         import numba
 
@@ -270,10 +298,26 @@ def _element_code(bits: int) -> Callable[..., None]:
                     code = source[at >> 1] >> (at & 1) * 4 & 15
                     target[to >> 1] = target[to >> 1] & (240 >> (to & 1) * 4) | code << (to & 1) * 4
 
-        signature = _signature(["const", "bytes", *["at"] * 4])
-        return numba.njit(signature, nogil=True)(move_bytes if bits == 8 else move_nibbles)  # type: ignore[no-any-return]
+        straight = np.arange(4 * CODES)
+        sides = [straight, straight]
+        if words:
+            sides[not words.back] = np.array(words.places)
+        of_source, of_target = sides
 
-    return _kept(bits, make)
+        def move_bits(source, target, rows, to_rows, columns, to_columns):  # type: ignore[no-untyped-def]
+            for i in range(rows.size):
+                for j in range(columns.size):
+                    at, to = rows[i] + columns[j], to_rows[i] + to_columns[j]
+                    for bit in range(4):
+                        one = of_source[(at & 7) * 4 + bit] + (at >> 3) * 32
+                        other = of_target[(to & 7) * 4 + bit] + (to >> 3) * 32
+                        value = source[one >> 3] >> (one & 7) & 1
+                        target[other >> 3] = target[other >> 3] & (255 ^ 1 << (other & 7)) | value << (other & 7)
+
+        code = move_bytes if bits == 8 else move_bits if words else move_nibbles
+        return numba.njit(_signature(["const", "bytes", *["at"] * 4]), nogil=True)(code)  # type: ignore[no-any-return]
+
+    return _kept((bits, words), make)
 
 
 def _signature(kinds: Sequence[str]) -> Any:
@@ -368,7 +412,18 @@ def emit(network: Network, builder: Any, source: Any, target: Any, loads: Any, s
             parts = [shuffle(a, b, range(size)) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         return parts[0]
 
+    def shifted(a: Any, words: Words) -> Any:
+        lanes = ir.VectorType(i32, width // 4)
+        given, parts = builder.bitcast(a, lanes), []
+        for shift, mask in words.shifts:
+            count = ir.Constant(lanes, [i32(abs(shift))] * lanes.count)
+            part = builder.shl(given, count) if shift > 0 else builder.lshr(given, count)
+            parts.append(builder.and_(part, ir.Constant(lanes, [i32(mask)] * lanes.count)))
+        return builder.bitcast(reduce(builder.or_, parts), whole)
+
     registers = [load(r) for r in range(1 << (total - inside))]
+    if network.words and network.words.back:
+        registers = [shifted(a, network.words) for a in registers]
     at = list(range(total))  # which bit of the source's index lies at each place: inside a vector, then its number
 
     def pairs(place: int) -> list[tuple[int, int]]:
@@ -419,6 +474,8 @@ def emit(network: Network, builder: Any, source: Any, target: Any, loads: Any, s
         registers = [shuffle(a, a, final) for a in registers]
     if nibble and 0 in network.flips:
         registers = [both(down(a), up(a)) for a in registers]
+    if network.words and not network.words.back:
+        registers = [shifted(a, network.words) for a in registers]
 
     per = 1 << (inside - network.store)
     size = 1 << (network.store - nibble)

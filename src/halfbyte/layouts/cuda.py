@@ -3,7 +3,7 @@
 Where every digit of a statement has a power of two of values, a move permutes the bits of addresses. A word is as
 many elements as lie together on both sides. A bit of the address that is inside words on one side only gets in by an
 exchange between two vectors of words that differ in it; the rest is loads and stores of whole words, by tiles that
-span long runs of both sides.
+span long runs of both sides. Where an order states the bits of words of codes, those move once the codes are there.
 
 A move is planned once for a statement, shape and direction, and compiled once for a plan and device.
 """
@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from halfbyte.errors import LayoutError
 from halfbyte.layouts.executors import Executor
-from halfbyte.layouts.order import Order
+from halfbyte.layouts.order import CODES, WORD, Order
 
 WARPS: Final = 4
 TILE: Final = 4096
@@ -130,6 +130,11 @@ def plan(order: Order, shape: tuple[int, int], bits: int, back: bool) -> Plan | 
             break
     else:
         return f"pairs of codes are not whole bytes, by digits of {', '.join(f'{d}={n}' for d, n in digits.items())}"
+    shifts: tuple[int, ...] = ()
+    if order.bits and bits == 4:
+        if elements < CODES:
+            return f"words of {elements} codes, where the bits of {CODES} move"
+        shifts = _in_words(order.shifts(back), elements // CODES)
     tile = _tile(runs, [*source.inside, *target.inside], max(TILE, TILE << vectors >> 1) * 8 // bits, RUN * 8 // bits)
     parts = {d: 1 << sum(bit.digit == d for bit in tile) for d in digits}
     counts = {d: -(-digits[d] // parts[d]) for d in digits}
@@ -147,7 +152,9 @@ def plan(order: Order, shape: tuple[int, int], bits: int, back: bool) -> Plan | 
         "TABLES": 1 << vectors,
         "SHAPE": tuple(1 << len(group) for group in groups),
         "ORDER": tuple(sorted(range(len(groups)), key=lambda i: [by_target.index(bit) for bit in groups[i]])),
+        "BEFORE": shifts if back else (),
         "STAGES": stages,
+        "AFTER": () if back else shifts,
     }
     spans = {d: parts[d] * counts[d] for d in digits}
     for name, side, run, lanes, between in (
@@ -258,6 +265,15 @@ def _stages(
     if not back:
         flips(target)
     return tuple(stages), [replaced[bit] for bit in into]
+
+
+def _in_words(shifts: Sequence[tuple[int, int]], count: int) -> tuple[int, ...]:
+    """Shifts and masks, for words that hold ``count`` of those of ``order``; the masks are signed."""
+    found: list[int] = []
+    for shift, mask in shifts:
+        whole = sum(mask << WORD * i for i in range(count))
+        found += shift, whole - (whole >> WORD * count - 1 << WORD * count)
+    return tuple(found)
 
 
 def _groups(one: Sequence[Bit], other: Sequence[Bit]) -> list[list[Bit]]:

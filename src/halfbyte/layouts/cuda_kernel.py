@@ -25,6 +25,17 @@ def _sums(i, DIGITS: tl.constexpr):
 
 
 @triton.jit
+def _shifted(x, SHIFTS: tl.constexpr):
+    """The OR of x shifted to the left, or to the right where negative, and masked, for each (shift, mask)."""
+    y = x
+    for j in tl.static_range(len(SHIFTS) // 2):
+        z = x << SHIFTS[2 * j] if SHIFTS[2 * j] >= 0 else x >> -SHIFTS[2 * j]
+        z = z & SHIFTS[2 * j + 1]
+        y = z if j == 0 else y | z
+    return y
+
+
+@triton.jit
 def move(
     source,
     target,
@@ -34,7 +45,9 @@ def move(
     TABLES: tl.constexpr,
     SHAPE: tl.constexpr,
     ORDER: tl.constexpr,
+    BEFORE: tl.constexpr,
     STAGES: tl.constexpr,
+    AFTER: tl.constexpr,
     SOURCE: tl.constexpr,
     SOURCE_TILES: tl.constexpr,
     SOURCE_WORDS: tl.constexpr,
@@ -65,6 +78,8 @@ def move(
         ORDER: these digits in the target's order.
         STAGES: for each (kind, shift, mask): kind 0, 1, 2 exchanges the bits of a mask, shifted, with those of the
             vector whose number differs in that bit; -1 exchanges bits inside each word, -2 halves of groups of bits.
+        BEFORE: for each (shift, mask) what is taken of a word before the stages; none where it stays as it is.
+        AFTER: likewise, after them.
     """
     number = tl.program_id(0)
     tile = (number % TILES).to(tl.int64)
@@ -83,9 +98,9 @@ def move(
         place = origin + (step + SOURCE_TABLES[3 * v])
         if SOURCE[2]:
             there = (first + SOURCE_TABLES[3 * v + 1] < SOURCE[3]) & (second + SOURCE_TABLES[3 * v + 2] < SOURCE[4])
-            xs = xs + (tl.load(place, mask=there, other=0),)
+            xs = xs + (_shifted(tl.load(place, mask=there, other=0), BEFORE),)
         else:
-            xs = xs + (tl.load(place),)
+            xs = xs + (_shifted(tl.load(place), BEFORE),)
 
     for s in tl.static_range(len(STAGES) // 3):
         ys = ()
@@ -112,7 +127,8 @@ def move(
     first = first.to(tl.int32) + word_first
     second = second.to(tl.int32) + word_second
     for v in tl.static_range(TABLES):
-        y = tl.reshape(tl.permute(tl.reshape(xs[v], SHAPE), tl.tuple(ORDER)), (WORDS,))
+        y = _shifted(xs[v], AFTER)
+        y = tl.reshape(tl.permute(tl.reshape(y, SHAPE), tl.tuple(ORDER)), (WORDS,))
         place = origin + (step + TARGET_TABLES[3 * v])
         if TARGET[2]:
             there = (first + TARGET_TABLES[3 * v + 1] < TARGET[3]) & (second + TARGET_TABLES[3 * v + 2] < TARGET[4])

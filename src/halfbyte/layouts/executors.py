@@ -136,7 +136,7 @@ def choose(order: Order, shape: tuple[int, ...], codes: bool, record: Record | N
 
 
 def _is_compiled(order: Order, a: Any, shape: Sequence[int], codes: bool) -> bool:
-    if is_torch(a) or a.dtype.itemsize != 1 or order.bits:
+    if is_torch(a) or a.dtype.itemsize != 1:
         return False
     size = prod(shape) // (2 if codes else 1)
     return size >= SMALL and choose(order, tuple(shape), codes, None, size).name != "numpy"
@@ -157,7 +157,8 @@ def _move(order: Order, shape: tuple[int, int], codes: bool, record: Record | No
         first, second = in_records(record, 8 // bits, first, second)
     rows = compiled.Places(np.arange(shape[0]) * shape[1], np.arange(shape[1]))
     memory = compiled.Places(first, second)
-    return compiled.Move(bits, memory, rows) if back else compiled.Move(bits, rows, memory)
+    words = compiled.Words(order.bits, order.shifts(back), back) if codes and order.bits else None
+    return compiled.Move(bits, memory, rows, words) if back else compiled.Move(bits, rows, memory, words)
 
 
 def in_records(record: Record, steps: int, first: Any, second: Any) -> tuple[Any, Any]:
@@ -265,7 +266,7 @@ def _check_size(flat: Array, size: int) -> None:
 
 def _on_cuda(order: Order, a: Any, shape: Sequence[int], codes: bool) -> bool:
     """Whether Triton moves this; if not, PyTorch does."""
-    bytes_on_cuda = is_torch(a) and a.is_cuda and a.dtype.itemsize == 1 and not order.bits
+    bytes_on_cuda = is_torch(a) and a.is_cuda and a.dtype.itemsize == 1
     return bytes_on_cuda and _cuda().refuse(order, shape, codes=codes) is None
 
 
@@ -284,15 +285,25 @@ def _shifted(flat: Array, shifts: Sequence[tuple[int, int]]) -> Array:
     """The bits of each 4 bytes moved."""
     if not shifts:
         return flat
+    words = as_words(flat, 4)
     if not is_torch(flat):
-        words: Any = np.ascontiguousarray(flat).view("<u4")
-        return _or(words, shifts).view(np.uint8)
+        return _or(words, shifts).view(np.uint8).reshape(flat.shape)
     import torch
 
-    line: Any = flat.reshape(-1)
-    words = (line.clone() if line.storage_offset() % 4 or line.stride() != (1,) else line).view(torch.int32)
     signed = [(shift, mask - (mask >> 31 << 32)) for shift, mask in shifts]
     return _or(words, signed).view(torch.uint8).reshape(flat.shape)
+
+
+def as_words(a: Array, size: int) -> Any:
+    """All bytes in one row, as integers of so many of them: unsigned in NumPy, signed in torch; copied if need be."""
+    if not is_torch(a):
+        return np.ascontiguousarray(a).reshape(-1).view(f"<u{size}")
+    import torch
+
+    line: Any = a.reshape(-1)
+    if line.storage_offset() % size or line.stride() != (1,):
+        line = line.clone(memory_format=torch.contiguous_format)
+    return line.view({4: torch.int32, 8: torch.int64}[size])
 
 
 def _or(words: Any, shifts: Sequence[tuple[int, int]]) -> Any:

@@ -48,7 +48,7 @@ import numpy as np
 from halfbyte.errors import LayoutError
 from halfbyte.layouts.base import Layout, Packable, first_true
 from halfbyte.layouts.order import Order
-from halfbyte.numerics import E4M3_VALUES, U8, Array, lookup
+from halfbyte.numerics import Array, is_torch, lookup
 
 Step: TypeAlias = tuple[int, int]
 """(rotate, mask): ``rotl(word, rotate) & mask``."""
@@ -105,12 +105,13 @@ class Fragments(Layout):
         return "canonical" if self.dtype == "bfloat16" else "kept"
 
     def to_stored(self, weight: Packable) -> tuple[Array, dict[str, Array]]:
-        return lookup(_STORED, weight.scales), {}
+        return _stored(weight.scales), {}
 
     def from_stored(self, scales: Array, extras: Mapping[str, Array]) -> Array:
-        read = lookup(_READ, scales)
-        if bool((read == _NONE).any()):
-            index = first_true(read == _NONE)
+        read = _read(scales)
+        wrong = (read >= _NAN) | (_stored(read) != scales)
+        if bool(wrong.any()):
+            index = first_true(wrong)
             byte = int(scales[tuple(index)])
             raise LayoutError(f"the stored block scale at {index} is no positive E4M3 number", got=f"byte {byte:02X}")
         return read
@@ -129,22 +130,28 @@ def _bits(dtype: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-_NONE: Final = 0xFF
+def _stored(scales: Array) -> Array:
+    """The S0E5M3 bytes of E4M3 bytes that are positive or 0."""
+    return _scaled(scales, 2.0**15) if is_torch(scales) else lookup(_STORED, scales)
 
 
-def _stored() -> U8:
-    """(256,) u8: the S0E5M3 byte of each E4M3 byte that is a positive number or 0."""
-    stored = np.zeros(256, np.uint8)
-    stored[:0x7F] = (E4M3_VALUES[:0x7F] * 2**7).astype(np.float16).view(np.uint16) >> 7
-    return stored
+def _read(stored: Array) -> Array:
+    """The inverse; of other bytes, any byte."""
+    return _scaled(stored, 2.0**-15) if is_torch(stored) else lookup(_READ, stored)
 
 
-def _read(stored: U8) -> U8:
-    """(256,) u8: the inverse, ``_NONE`` where there is none."""
-    read = np.full(256, _NONE, np.uint8)
-    read[stored[:0x7F]] = np.arange(0x7F)
-    return read
+def _scaled(a: Array, factor: float) -> Array:
+    """Bytes that are float16s but for the sign and the last 7 bits, multiplied; E4M3 bytes are that times 2^-8."""
+    if is_torch(a):
+        import torch
+
+        whole: Any = (a.to(torch.int16) << 7).view(torch.float16) * factor
+        return (whole.view(torch.int16) >> 7).to(torch.uint8)
+    with np.errstate(over="ignore", invalid="ignore"):
+        half = (a.astype(np.uint16) << 7).view(np.float16) * np.float16(factor)
+    return (half.view(np.uint16) >> 7).astype(np.uint8)
 
 
-_STORED: Final = _stored()
-_READ: Final = _read(_STORED)
+_NAN: Final = 0x7F
+_STORED: Final = _scaled(np.arange(256, dtype=np.uint8), 2.0**15)
+_READ: Final = _scaled(np.arange(256, dtype=np.uint8), 2.0**-15)

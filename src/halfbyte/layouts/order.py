@@ -15,6 +15,7 @@ from halfbyte.errors import LayoutError
 WORD: Final = 32
 """Bits of a word whose bits an order may state."""
 CODES: Final = WORD // 4
+"""Codes of such a word."""
 
 _AXIS = r"\s*(?:\w+|\(\s*\w+(?:\s+\w+)*\s*\))"
 _STATEMENT = re.compile(rf"{_AXIS}(?:\s+|(?<=\))|(?=\s*\())(?:{_AXIS})\s*->\s*-?\w+(?:\s+-?\w+)*\s*")

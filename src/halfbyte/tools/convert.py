@@ -20,7 +20,7 @@ from halfbyte.checkpoint.outputs import Made, source_bytes
 from halfbyte.checkpoint.reader import PROVENANCE, Checkpoint, encode_provenance, open_checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter, Shard, distribute, parse_size, shard_names
 from halfbyte.dialects import Dialect, Facts, Output, Packed, dialect_named
-from halfbyte.dialects.packed import Hold, Pack, Unpack, encode_layouts, held, scales_alone
+from halfbyte.dialects.packed import Hold, Pack, Unpack, ZeroBlocks, encode_layouts, held, scales_alone
 from halfbyte.errors import FormatError, LayoutError, UsageError
 from halfbyte.experts import (
     COLUMNS,
@@ -90,7 +90,8 @@ def convert(
         A report; its facts are "src", "dst", "from", "to", "reading" (the options of one that is not what the
         dialect says), "tensors" and "files" (each with what became of it and why), "single" (experts that stay single
         though stacks were asked for, and why), "mxfp4" (the layers carried as NVFP4, each with its relative error),
-        "layout" (its key) and "rounded" (the layers whose block scales it rounds, each with its relative error),
+        "layout" (its key), "rounded" (the layers whose block scales it rounds, each with its relative error) and
+        "zeroed" (those with codes in blocks whose scale is 0 that it has as 0, each with the number of such blocks),
         "bytes_out", "workers", "peak_bytes" (the most memory that the run adds), "proven" (tensors compared) and
         "seconds".
 
@@ -170,7 +171,8 @@ class _Convert(Work):
                 self._modules, self.facts["mxfp4"] = _cast(self._modules, source, asked.lossy)
             if self._layout is not None:
                 self.facts["layout"] = self._layout.key
-                self._modules, self.facts["rounded"] = _fitted(checkpoint, self._modules, self._layout)
+                self._modules, told = _fitted(checkpoint, self._modules, self._layout)
+                self.facts |= told
             entries, self.facts["single"] = _arranged(checkpoint, self._modules, asked.experts)
             outputs = _outputs(entries, target, source)
             stacks = {entry.name: entry.stack for entry in entries if isinstance(entry, Bundle)}
@@ -217,6 +219,7 @@ class _Convert(Work):
         found = [f for f in header_findings(self.checkpoint) if f.severity != "note"]
         rounded = [e for key in ("mxfp4", "rounded") for e in self.facts.get(key, ()) if e["relative"]]
         found += [Finding("HB302", e["name"], got=float(f"{e['relative']:.3g}"), expected="0") for e in rounded]
+        found += [Finding("HB303", e["name"], got=f"{e['blocks']} blocks") for e in self.facts.get("zeroed", ())]
         return in_order(found)
 
 
@@ -252,8 +255,8 @@ def _cast(modules: Sequence[Module], source: Dialect, lossy: bool) -> tuple[list
 
 def _fitted(
     checkpoint: Checkpoint, modules: Sequence[Module], layout: Layout
-) -> tuple[list[Module], list[dict[str, Any]]]:
-    """The modules as a layout holds them, and those whose block scales it rounds, with the error of each.
+) -> tuple[list[Module], dict[str, list[dict[str, Any]]]]:
+    """The modules as a layout holds them, and the facts "rounded" and "zeroed"; see convert.
 
     Raises:
         LayoutError: the first weight that it cannot hold.
@@ -261,7 +264,9 @@ def _fitted(
     """
     if not any(module.kind == "nvfp4" for module in modules):
         raise UsageError("there is no NVFP4 weight to pack in this checkpoint", file=str(checkpoint.path))
-    made, rounded = [], []
+    made: list[Module] = []
+    rounded: list[dict[str, Any]] = []
+    zeroed: list[dict[str, Any]] = []
     for module in modules:
         if module.kind != "nvfp4":
             made.append(module)
@@ -272,14 +277,29 @@ def _fitted(
         if reason:
             message = f"layout {layout.name} cannot hold this weight: {reason}"
             raise LayoutError(message, file=stored.file, tensor=module.name, got=list(module.shape))
-        scales = held(layout, weight)
-        if np.array_equal(scales, weight.scales):
-            made.append(module)
-        else:
+        scales, roles = held(layout, weight), dict(module.roles)
+        if not np.array_equal(scales, weight.scales):
             rounded.append({"name": module.name, "relative": _rounding(module, weight.scales, scales)})
-            view = viewed(stored, Hold(layout.key, (module.shape[0], module.shape[1])))
-            made.append(replace(module, roles={**module.roles, "scales": view}))
-    return made, rounded
+            roles["scales"] = viewed(stored, Hold(layout.key, (module.shape[0], module.shape[1])))
+        blocks = _coded_zero_blocks(module, scales) if layout.zero_blocks == "canonical" else 0
+        if blocks:
+            zeroed.append({"name": module.name, "blocks": blocks})
+            roles["codes"] = viewed(roles["codes"], ZeroBlocks(roles["scales"]))
+        made.append(replace(module, roles=roles))
+    return made, {"rounded": rounded, "zeroed": zeroed}
+
+
+def _coded_zero_blocks(module: Module, scales: Any) -> int:
+    """The blocks whose scale is 0, and codes are not all 0."""
+    stored, (n, k) = module.roles["codes"], module.shape
+    made = isinstance(stored, View) and not stored.in_place  # what is made is made whole
+    step, count = n if made else max(1, CHUNK // max(k, 1)), 0
+    for a in range(0, n, max(step, 1)):
+        zero = scales[a : a + step] == 0
+        if zero.any():
+            codes = read_tensor(rows_of(stored, a, min(a + step, n))).view(np.uint8)
+            count += int((zero & codes.reshape(*zero.shape, BLOCK // 2).any(-1)).sum())
+    return count
 
 
 def _rounding(module: Module, before: Any, after: Any) -> float:

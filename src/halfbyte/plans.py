@@ -1,0 +1,311 @@
+"""Which kernel computes a call, and why, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from math import log2, prod
+from typing import Any
+
+import numpy as np
+
+from halfbyte.errors import NoKernelError, UsageError
+from halfbyte.int8_ops import rounds, twin_of
+from halfbyte.kernels import KERNELS, Call, Int8Args, Int8Call, Kernel, LinearArgs, forced, select
+from halfbyte.kernels.base import Library, capability, library_of
+from halfbyte.kernels.cuda import launch
+from halfbyte.kernels.cuda.ceilings import CEILINGS
+from halfbyte.kernels.cuda.choices import Choice, choice, ends, pick
+from halfbyte.kinds import Int8Weight
+from halfbyte.layouts import Packed
+from halfbyte.numerics import is_torch
+from halfbyte.operands import as_packed, checked_dtype, scale_of
+from halfbyte.weight import Weight
+
+_MOST_ROWS = 1 << 17
+"""Ranges of rows are looked for up to here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which kernel computes a call, and why; ``str(plan)`` is a small table.
+
+    Args:
+        call: what is computed.
+        kernel: name of the kernel that runs.
+        why: why it and no other.
+        refusals: (kernel, reason) of each that declined.
+        bytes: least bytes that the call moves.
+        flops: floating-point operations.
+        extra_bytes: bytes of the weight that are held a second time.
+        notes: what else costs time or memory.
+        configuration: how the kernel runs; empty where there is one way.
+        ranges: on a GPU (first M, last M or None, kernel and configuration) of all M; within one a row's result does
+            not depend on M, bit for bit.
+        time: on a GPU what the call takes at the least, and what is expected.
+        scratch_bytes: of memory beside the arrays, shared by all kernels of a stream.
+    """
+
+    call: Call | Int8Call
+    kernel: str
+    why: str
+    refusals: tuple[tuple[str, str], ...]
+    bytes: int
+    flops: int
+    extra_bytes: int
+    notes: tuple[str, ...]
+    configuration: str = ""
+    ranges: tuple[tuple[int, int | None, str], ...] = ()
+    time: str = ""
+    scratch_bytes: int = 0
+
+    def __str__(self) -> str:
+        call = self.call
+        *experts, n, k = call.shape
+        shape = "".join(f"E={e} " for e in experts) + f"N={n} K={k} M={call.rows}"
+        form, place = (
+            (f"layout {call.layout.key}", call.place) if isinstance(call, Call) else ("INT8 rows", call.device)
+        )
+        lines = [
+            ("op", f"{call.op} {shape}, {form}"),
+            ("arrays", f"{call.library} on {place}, {call.dtype} to {call.out_dtype}"),
+            ("kernel", f"{self.kernel} ({self.why})"),
+            *([("how", self.configuration)] if self.configuration else ()),
+            *((f"M {_span(first, last)}", kernel) for first, last, kernel in self.ranges),
+            ("bytes", f"{self.bytes:,}"),
+            ("flops", f"{self.flops:,}"),
+            *([("time", self.time)] if self.time else ()),
+            ("extra", f"{self.extra_bytes:,} bytes of the weight held twice"),
+            *(
+                [("scratch", f"{self.scratch_bytes:,} bytes, shared by a stream's kernels")]
+                if self.scratch_bytes
+                else ()
+            ),
+            *((f"not {name}", reason) for name, reason in self.refusals),
+            *(("note", note) for note in self.notes),
+        ]
+        width = max(len(head) for head, _ in lines)
+        return "\n".join(f"{head:<{width}}  {text}" for head, text in lines)
+
+
+def plan(
+    op: str,
+    weight: Packed | Weight | Int8Weight,
+    *,
+    rows: int,
+    dtype: Any = "bfloat16",
+    device: Any = "cpu",
+    out_dtype: Any = None,
+    library: Library | None = None,
+    precision: str | None = None,
+) -> Plan:
+    """Which kernel would compute a call, and why; runs nothing.
+
+    Args:
+        op: "linear".
+        weight: what is applied; a Weight is packed as rows. It need not be on ``device`` yet.
+        rows: M, the rows of activations.
+        dtype: of the activations: "float32", "bfloat16", "float16" or a torch dtype.
+        device: such as "cpu" or "cuda:0"; "cuda:sm_90" is a GPU of that compute capability, which need not be there.
+        out_dtype: of the result; by default ``dtype``.
+        library: "torch" or "numpy"; by default that of the weight's arrays, and torch beside the CPU.
+        precision: as for ``linear``; "int8" makes the twin if there is none yet, to tell its error.
+
+    Raises:
+        UsageError: an argument that cannot be meant.
+        NoKernelError: nothing accepts this call; the error lists each candidate and why it declined.
+    """
+    if rows < 0:
+        raise UsageError("rows cannot be negative", got=rows)
+    if op != LinearArgs.op:
+        raise UsageError("unknown op", got=repr(op), expected=LinearArgs.op)
+    kind, sm, gpu = _place(device)
+    if kind != "cpu":
+        library = library or "torch"
+    if rounds(weight, precision) or isinstance(weight, Int8Weight):
+        return _plan_int8(weight, rows, dtype, kind, out_dtype, library)
+    packed = as_packed(weight)
+    call = Call.on(
+        packed,
+        rows=rows,
+        dtype=checked_dtype(dtype, "dtype"),
+        out_dtype=checked_dtype(dtype if out_dtype is None else out_dtype, "out_dtype"),
+        device=kind,
+        library=library or library_of(packed.buffers()["scale2"]),
+        bias=False,
+        capability=sm,
+    )
+    kernel = select(LinearArgs, call)
+    cost = kernel.cost(call)
+    unaligned = " or do not begin at a multiple of 16 bytes" if kind == "cuda" else ""
+    notes = [f"activations that are not contiguous{unaligned} are copied once: {rows * packed.shape[-1]:,} values"]
+    if isinstance(weight, Weight):
+        notes.append("the weight is packed as rows in each call; pack it once")
+    notes.extend(_launches(kernel))
+    return Plan(
+        call=call,
+        kernel=kernel.name,
+        why=_why(call, kernel),
+        refusals=_refusals(kernel, call),
+        bytes=cost.bytes,
+        flops=cost.flops,
+        extra_bytes=0 if isinstance(weight, Packed) else _unshared_bytes(packed, weight),
+        notes=tuple(notes),
+        configuration=_configuration(kernel, call),
+        ranges=tuple(_ranges(call)) if sm else (),
+        time=_time(call, kernel, gpu) if sm else "",
+        scratch_bytes=kernel.scratch(call) if kernel.scratch else 0,
+    )
+
+
+def _place(device: Any) -> tuple[str, int, str | None]:
+    """Of a device: its kind, and for a GPU the compute capability and torch's name, as far as they are known."""
+    kind, _, which = str(device).partition(":")
+    if kind != "cuda":
+        return kind, 0, None
+    if which.startswith("sm_") and which[3:].isdecimal():
+        return kind, int(which[3:]), None
+    if which and not which.isdecimal():
+        raise UsageError("unknown device", got=str(device), expected="such as cuda, cuda:0 or cuda:sm_90")
+    try:
+        import torch
+    except ImportError:
+        return kind, 0, None
+    if int(which or 0) >= torch.cuda.device_count():
+        return kind, 0, None
+    index = int(which) if which else torch.cuda.current_device()
+    return kind, capability(index), torch.cuda.get_device_name(index)
+
+
+def _refusals(kernel: Kernel[Any, Any], call: Any) -> tuple[tuple[str, str], ...]:
+    others = ((k.name, ", and ".join(k.refuse(call))) for k in KERNELS if k.op == call.op and k is not kernel)
+    return tuple((name, reasons) for name, reasons in others if reasons)
+
+
+def _why(call: Call, kernel: Kernel[Any, Any]) -> str:
+    if forced(call.op):
+        return "forced by HALFBYTE_KERNEL"
+    found = choice(call, kernel.name)
+    if found is not None:
+        first = pick(call.capability, call.shape, call.rows, call.dtype)[0].kernel == kernel.name
+        n, k = found.shape
+        best = "best" if first else "best of those that accept"
+        return f"{best} on {found.measurement['gpu']} at {n}x{k}, measured {found.measurement['date']}"
+    unknown = f"; nothing was measured for sm_{call.capability}" if call.capability else ""
+    return f"first in the table that accepts{unknown}"
+
+
+def _configuration(kernel: Kernel[Any, Any], call: Call) -> str:
+    made = kernel.configure(call) if kernel.configure else None
+    if not is_dataclass(made):
+        return ""
+    return " ".join(f"{one.name}={getattr(made, one.name)}" for one in fields(made))
+
+
+def _launches(kernel: Kernel[Any, Any]) -> Iterator[str]:
+    """What is to be said of how a kernel is launched."""
+    if kernel.launch.__module__.startswith("halfbyte.kernels.cuda."):
+        slowly = launch.unknown()
+        if slowly:
+            yield slowly
+
+
+def _runs(call: Call) -> str:
+    """The kernel and configuration of a call; empty where there is none."""
+    try:
+        kernel = select(LinearArgs, call)
+    except NoKernelError:
+        return ""
+    return f"{kernel.name} {_configuration(kernel, call)}".strip()
+
+
+def _ranges(call: Call) -> Iterator[tuple[int, int | None, str]]:
+    """The ranges of M in which one kernel and configuration runs; a change and back between powers of two is missed."""
+    points = {1 << i for i in range(_MOST_ROWS.bit_length())}
+    points |= {end + step for end in ends(call) for step in (0, 1)}
+    first, before, runs = 1, 1, _runs(replace(call, rows=1))
+    for point in sorted(points):
+        if _runs(replace(call, rows=point)) == runs:
+            before = point
+            continue
+        low, high = before, point
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if _runs(replace(call, rows=middle)) == runs else (low, middle)
+        if runs:
+            yield first, low, runs
+        first, before, runs = high, point, _runs(replace(call, rows=high))
+    if runs:
+        yield first, None, runs
+
+
+def _span(first: int, last: int | None) -> str:
+    if last is None:
+        return f"{first}-"
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _time(call: Call, kernel: Kernel[Any, Any], gpu: str | None) -> str:
+    """What a call on a GPU takes at the least, and what is expected of the kernel."""
+    found = choice(call, kernel.name)
+    name = gpu or (found.measurement["gpu"] if found else None)
+    ceiling = CEILINGS.get(name or "")
+    if ceiling is None:
+        return f"unknown: no ceilings of {name or f'a GPU of sm_{call.capability}'} are known"
+    least = ceiling.seconds(kernel.cost(call))
+    reached = _reached(call, kernel, found)
+    text = f"at least {1e6 * least:.1f} us on {name} ({ceiling})"
+    return f"{text}; {1e6 * least / reached:.1f} us expected" if reached else f"{text}; not measured"
+
+
+def _reached(call: Call, kernel: Kernel[Any, Any], found: Choice | None) -> float | None:
+    """The part of the ceiling that was reached where this kernel was measured nearest to a call."""
+    if found is None or not found.microseconds or found.measurement["gpu"] not in CEILINGS:
+        return None
+    rows = min(found.microseconds, key=lambda m: abs(log2(m / max(1, call.rows))))
+    measured = replace(call, shape=found.shape, rows=rows)
+    return CEILINGS[found.measurement["gpu"]].seconds(kernel.cost(measured)) / (1e-6 * found.microseconds[rows])
+
+
+def _unshared_bytes(packed: Packed, weight: Weight) -> int:
+    """Bytes of the packed codes and scales that are not the weight's own memory."""
+    total = 0
+    for name in ("codes", "scales"):
+        buffer, own = packed.buffers()[name], getattr(weight, name)
+        if is_torch(buffer):
+            shared = buffer.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        else:
+            shared = np.may_share_memory(buffer, own)
+        total += 0 if shared else prod(buffer.shape)
+    return total
+
+
+def _plan_int8(
+    weight: Packed | Weight | Int8Weight, rows: int, dtype: Any, device: str, out_dtype: Any, library: Library | None
+) -> Plan:
+    held = weight if isinstance(weight, Int8Weight) else as_packed(weight)
+    call = Int8Call.on(
+        held,
+        rows=rows,
+        dtype=checked_dtype(dtype, "dtype"),
+        out_dtype=checked_dtype(dtype if out_dtype is None else out_dtype, "out_dtype"),
+        device=device,
+        library=library or library_of(scale_of(held)),
+        bias=False,
+    )
+    kernel = select(Int8Args, call)
+    twin, cost = twin_of(held), kernel.cost(call)
+    error = "unknown: the twin does not state it" if twin.error is None else f"{twin.error:.4f} of its norm, measured"
+    notes = [f"error of the weight by rounding to INT8: {error}", "activations are rounded to 8 bits for each token"]
+    if isinstance(weight, Weight):
+        notes.append("the weight is packed and its twin made in each call; pack it once, or call to_int8 once")
+    return Plan(
+        call=call,
+        kernel=kernel.name,
+        why="forced by HALFBYTE_KERNEL" if forced(call.op) else "first in the table that accepts",
+        refusals=_refusals(kernel, call),
+        bytes=cost.bytes,
+        flops=cost.flops,
+        extra_bytes=0 if twin is weight else prod(twin.shape) + 4 * twin.shape[-2],
+        notes=tuple(notes),
+    )

@@ -1,0 +1,87 @@
+"""What calls on a weight come down to, kept with the weight: the second call like one of few rows skips the choice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+
+from halfbyte.kernels import LinearArgs, select
+from halfbyte.kernels.base import ALIGNED, version_of
+from halfbyte.layouts import Packed
+from halfbyte.numerics import Array, is_torch
+from halfbyte.operands import contiguous, empty
+
+_FEW_ROWS: Final = 64
+"""Calls of more rows are not remembered: each number of rows would be, and they take long enough anyway."""
+_FEW_CALLS: Final = 256
+"""What is remembered of a weight, at most."""
+
+Call = Callable[[Array, Array | None], Array | None]
+
+_environment: Final[Any] = getattr(os.environ, "_data", {})  # os.environ.get() decodes anew, for 0.7 us
+_FORCED: Final[Any] = getattr(os.environ, "encodekey", str)("HALFBYTE_KERNEL")
+
+
+def key_of(x: Array, bias: Array | None, out_dtype: Any) -> Any:
+    """All of a call on a weight that decides what is done, but for its gradient."""
+    how = None if bias is None else (bias.shape, bias.dtype)
+    return x.shape, x.dtype, getattr(x, "device", None), how, out_dtype, _environment.get(_FORCED)
+
+
+def remember(x: Array, packed: Packed, bias: Array | None, out_dtype: Any, to: str) -> None:
+    """Keep with the weight what a call like this one comes down to, if its kernel can say so.
+
+    It is a function of x and bias, which gives None where it does not hold any more.
+    """
+    n, k = packed.shape[-2:]
+    rows = prod(x.shape[:-1])
+    native = is_torch(x) or (x.dtype.isnative and (bias is None or bias.dtype.isnative))
+    if not (0 < rows <= _FEW_ROWS and k and native):
+        return
+    args = LinearArgs(x=x.reshape(rows, k), weight=packed, bias=bias, out=empty((rows, n), to, x))
+    kernel = select(LinearArgs, args.call())
+    if kernel.bind is None:
+        return
+    run, shape = kernel.bind(args), (*x.shape[:-1], n)
+    if len(packed.memo) > _FEW_CALLS:
+        packed.memo.clear()
+    made = _on_tensors(run, packed, shape, args.out) if is_torch(x) else _on_arrays(run, shape, args.out.dtype)
+    packed.memo[key_of(x, bias, out_dtype)] = made
+
+
+def _on_arrays(run: Callable[..., None], shape: tuple[int, ...], dtype: Any) -> Call:
+    def call(x: Array, bias: Array | None) -> Array:
+        out = np.empty(shape, dtype)
+        run(np.ascontiguousarray(x), bias if bias is None else np.ascontiguousarray(bias), out)
+        return out
+
+    return call
+
+
+def _on_tensors(run: Callable[..., None], packed: Packed, shape: tuple[int, ...], like: Array) -> Call:
+    import torch
+
+    buffers: list[Any] = list(packed.buffers().values())
+    counted = [buffer for buffer in buffers if not buffer.is_inference()]
+    written = version_of(packed)
+    dtype, device, make, allowed = like.dtype, like.device, torch.empty_strided, torch.is_grad_enabled
+    strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    moving, aligned = (buffers, ALIGNED) if device.type == "cuda" else ([], 1)
+    addresses = [b.data_ptr() for b in moving]
+
+    def call(x: Array, bias: Array | None) -> Array | None:
+        if sum([b._version for b in counted]) != written or [b.data_ptr() for b in moving] != addresses:
+            return None
+        if (x.requires_grad or (bias is not None and bias.requires_grad)) and allowed():
+            return None
+        if not x.is_contiguous() or x.is_neg() or x.data_ptr() % aligned:
+            x = contiguous(x)
+        out = make(shape, strides, dtype=dtype, device=device)
+        run(x, bias if bias is None else contiguous(bias), out)
+        return out
+
+    return call
