@@ -8,12 +8,16 @@ waits out of line for a barrier counts with the loop that it serves.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
+import multiprocessing
+import os
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -74,6 +78,30 @@ class Program:
             ptx=compiled.asm["ptx"],
             shared=compiled.metadata.shared,
         )
+
+
+def compile_ahead(
+    module: str, name: str, programs: Sequence[tuple[dict[str, str], dict[str, Any], dict[str, Any]]], capability: int
+) -> None:
+    """Compile a kernel so that ``program`` finds it on disk, in as many processes as there are cores.
+
+    Args:
+        module: where the kernel is.
+        name: of the kernel.
+        programs: the signature, the constants and the options of each.
+        capability: 80, 89, 90, ...
+    """
+    distinct = list({repr(program): program for program in programs}.values())
+    workers = min(len(distinct), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile_one, [(module, name, program, capability) for program in distinct]))
+
+
+def _compile_one(job: tuple[str, str, tuple[dict[str, str], dict[str, Any], dict[str, Any]], int]) -> None:
+    from halfbyte.kernels.cuda.launch import compile_for
+
+    module, name, (signature, constants, options), capability = job
+    compile_for(capability, getattr(importlib.import_module(module), name), signature, constants, options)
 
 
 def disassembled(cubin: bytes) -> str:

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import halfbyte as hb
-from cuda_code import Program, count
+from cuda_code import Program, compile_ahead, count
 from halfbyte.kernels import LinearArgs
 from halfbyte.kernels.cuda import decode_gluon
 from halfbyte.kernels.cuda.decode_gluon import GLUON, Decode, constants, decode_code, scale_code, signature
+from halfbyte.kernels.cuda.launch import options_of
 from halfbyte.layouts import Fragments, Rows
 from halfbyte.layouts.fragments import FACTOR
 from halfbyte.weight import Weight, to_numpy
@@ -308,21 +309,69 @@ CONFIGURATIONS = [
     Decode(warps=2, ahead=8, unroll=4),
     Decode(tiles=4, ahead=1, unroll=2),
 ]
-SHAPES = [(16, 64), (1, 16), (40, 80), (17, 4096 + 48), (100, 1088), (257, 14336), (4096, 512), (33, 28672)]
+SAME = [Decode(tiles=2), Decode(tiles=4, ahead=1), Decode(ahead=5, unroll=2), Decode(registers=64)]
+"""They have the warps of the first."""
+
+# N, K, configuration, dtypes of activations, results and bias, scale2 per row
+RESULTS = [
+    ((16, 1), 64, None, "bfloat16", "bfloat16", None, False),
+    ((16, 257), 16, None, "float16", "float16", "float16", True),
+    ((4096, 40), 512, None, "bfloat16", "float32", "float32", False),
+    ((33, 257), 14336, None, "float16", "float32", None, True),
+    ((33,), 28672, None, "bfloat16", "bfloat16", "bfloat16", False),
+    ((40, 1), 80, CONFIGURATIONS[0], "float16", "bfloat16", "float32", True),
+    ((100, 17), 1088, CONFIGURATIONS[1], "bfloat16", "float16", None, True),
+    ((17, 257), 4144, CONFIGURATIONS[2], "float16", "float16", "bfloat16", False),
+    ((100, 64), 4144, CONFIGURATIONS[3], "bfloat16", "float32", None, True),
+    ((257, 100), 1088, CONFIGURATIONS[4], "float16", "bfloat16", None, False),
+]
 
 
+def programs():
+    """Of all that follows: a call, its bias and a configuration for each."""
+    for sizes, k, made, dtype, out_dtype, bias, per_row in RESULTS:
+        of = {"dtype": dtype, "layout": Fragments(dtype), "out_dtype": out_dtype, "per_row": per_row}
+        for n, rows in itertools.product(sizes, (8, 16)):
+            yield accepted(shape=(n, k), rows=rows, bias=bias is not None, **of), bias or "float32", made
+    for dtype in DTYPES:
+        yield (
+            accepted(shape=(48, 640), rows=16, dtype=dtype, layout=Fragments(dtype), out_dtype="float32"),
+            "float32",
+            None,
+        )
+    for made in [*CONFIGURATIONS[:3], *SAME]:
+        for rows in (8, 16) if made in CONFIGURATIONS else (8,):
+            yield accepted(shape=(100, 4144), rows=rows, out_dtype="float32"), "float32", made
+    yield accepted(shape=(64, 512), rows=8, out_dtype="float32"), "float32", None
+    yield accepted(shape=(512, 512), rows=4), "float32", None
+    yield accepted(shape=(4096, 4096)), "float32", None
+
+
+@pytest.fixture(scope="class")
+def compiled():
+    """All programs, compiled by all cores at once."""
+    held = [(call, bias, made or decode_gluon.configure(call)) for call, bias, made in programs()]
+    compile_ahead(
+        "halfbyte.kernels.cuda.decode_gluon_code",
+        "decode",
+        [
+            (*decode_gluon.parts(call, bias, made), options_of(warps=made.warps, maxnreg=made.registers))
+            for call, bias, made in held
+        ],
+        90,
+    )
+
+
+@pytest.mark.usefixtures("compiled")
 class TestOnGpu:
     pytestmark = on_gpu
 
-    @pytest.mark.parametrize("made", [None, *CONFIGURATIONS], ids=str)
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_results(self, dtype, made):
-        for seed, (n, k) in enumerate(SHAPES):
+    @pytest.mark.parametrize("case", RESULTS, ids=str)
+    def test_results(self, case):
+        sizes, k, made, dtype, out_dtype, bias, per_row = case
+        for n in sizes:
             for rows in (1, 3, 8, 9, 16):
-                out_dtype, bias = (("bfloat16", None), ("float16", "bfloat16"), ("float32", "float32"))[
-                    (seed + rows) % 3
-                ]
-                of = {"scales": (40, 60), "per_row": bool((seed + rows) % 2)}
+                of = {"scales": (40, 60), "per_row": per_row}
                 weight, args = arguments(n, k, rows, dtype, out_dtype, bias, "cuda", **of)
                 poisoned, out = guarded(args.out, float("nan"))
                 args = replace(args, x=guarded(args.x, float("nan"))[1], out=out)
@@ -332,7 +381,7 @@ class TestOnGpu:
                 expected, magnitude = exact_linear(to_numpy(args.x).astype(np.float64), weight, bias_values)
                 bound = ((k + 24) * 2.0**-23 + 2.0**-24) * magnitude + HALF_ULP[out_dtype] * abs(expected)
                 tiny = 2.0**-25 if out_dtype == "float16" else 0.0
-                assert (abs(got - expected) <= 1.01 * bound + tiny).all(), (n, k, rows, out_dtype)
+                assert (abs(got - expected) <= 1.01 * bound + tiny).all(), (n, rows)
                 assert torch.isnan(poisoned).sum() == poisoned.numel() - out.numel()
 
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -364,7 +413,7 @@ class TestOnGpu:
     def test_the_same_warps_give_the_same_bytes(self):
         _, args = arguments(100, 4096 + 48, 5, out_dtype="float32", device="cuda")
         whole = result(args, Decode()).clone()
-        for made in (Decode(tiles=2), Decode(tiles=4, ahead=1), Decode(ahead=5, unroll=2), Decode(registers=64)):
+        for made in SAME:
             args.out.fill_(float("nan"))
             assert torch.equal(result(args, made), whole)
 
@@ -406,14 +455,16 @@ class TestOnGpu:
             assert all(map(torch.equal, buffers, first))
 
     def test_a_weight_written_right_before_the_call_is_read_whole(self):
-        for seed in range(20):
-            _, args = arguments(4096, 4096, 1, device="cuda", seed=seed)
+        _, args = arguments(4096, 4096, 1, device="cuda")
+        written = args.weight.buffers()
+        big = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+        for _ in range(20):
+            written["codes"].random_(0, 256)
             expected = result(args).clone()
+            fresh = {name: torch.empty_like(b) for name, b in written.items()}
             torch.cuda.synchronize()
-            fresh = {name: torch.empty_like(b) for name, b in args.weight.buffers().items()}
-            big = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
             big.fill_(1)  # so that what follows is still to come when the launch is made
-            for name, b in args.weight.buffers().items():
+            for name, b in written.items():
                 fresh[name].copy_(b)
             weight = type(args.weight).from_buffers(args.weight.layout, args.weight.shape, fresh)
             got = hb.linear(args.x, weight)

@@ -145,6 +145,13 @@ def constants(
     }
 
 
+def parts(call: Call, bias_dtype: str, made: Decode) -> tuple[dict[str, str], dict[str, Any]]:
+    """The signature and the constants for a call; without a bias its dtype is any."""
+    n, k = call.shape
+    held = constants((n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made)
+    return signature(call.dtype, call.out_dtype, bias_dtype), held
+
+
 def tiles(n: int, made: Decode) -> int:
     """Of a program: as configured, or what a narrow weight has."""
     return min(made.tiles, 1 << (-(-n // TILE)).bit_length() - 1)
@@ -203,11 +210,9 @@ def bind(args: LinearArgs, made: Decode | None = None) -> Callable[[Array, Array
 def _program(call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool) -> Program:
     from halfbyte.kernels.cuda.decode_gluon_code import decode
 
-    n, k = call.shape
     return program(
         decode,
-        signature(call.dtype, call.out_dtype, bias_dtype),
-        constants((n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made),
+        *parts(call, bias_dtype, made),
         device=device,
         warps=made.warps,
         pdl=pdl,

@@ -76,7 +76,9 @@ class Program:
         plainly: why launches go through ``kernel[grid]``; None where they take the short way.
     """
 
-    def __init__(self, name: str, compiled: Any, index: int, count: int, plain: Callable[..., None]) -> None:
+    def __init__(
+        self, name: str, compiled: Any, index: int, count: int, plain: Callable[..., None], pdl: bool = False
+    ) -> None:
         self.name = name
         self.compiled = compiled
         self._plain = plain
@@ -87,7 +89,7 @@ class Program:
         import torch
         from triton import knobs
 
-        found = _direct(compiled, count)
+        found = _direct(compiled, count, pdl)
         if isinstance(found, str):
             self.plainly = found
             return
@@ -151,7 +153,8 @@ def program(
         device: a CUDA device of torch's; "cpu" under Triton's interpreter.
         warps: of a program.
         stages: of Triton's pipelines.
-        pdl: launched before the kernel ahead of it ends (``griddepcontrol``), which it then must wait for.
+        pdl: launched before the kernel ahead of it ends (``griddepcontrol``), which it then must wait for; the machine
+            code is the same.
         maxnreg: registers of a thread, at most.
 
     Raises:
@@ -162,25 +165,34 @@ def program(
 
     device = torch.device(device)
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    options |= {"launch_pdl": True} if pdl else {}
-    options |= {} if maxnreg is None else {"maxnreg": maxnreg}
-    key = (kernel, index, *signature.items(), None, *constants.items(), None, *options.items())
+    options = options_of(warps=warps, stages=stages, maxnreg=maxnreg)
+    key = (kernel, index, *signature.items(), None, *constants.items(), None, *options.items(), pdl)
     known = _programs.get(key)
     if known is not None:
         return known
     with _lock:
         if key not in _programs:
-            _programs[key] = _make(kernel, signature, constants, options, index)
+            _programs[key] = _make(kernel, signature, constants, options, index, pdl)
         return _programs[key]
 
 
+def options_of(*, warps: int = 4, stages: int = 3, maxnreg: int | None = None) -> dict[str, Any]:
+    """What of ``program``'s arguments decides the machine code, as Triton's options."""
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    return options if maxnreg is None else options | {"maxnreg": maxnreg}
+
+
 def _make(
-    kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], options: dict[str, Any], index: int | None
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    options: dict[str, Any],
+    index: int | None,
+    pdl: bool,
 ) -> Program:
     import torch
 
-    plain = _plainly(kernel, signature, constants, options, index)
+    plain = _plainly(kernel, signature, constants, options | ({"launch_pdl": True} if pdl else {}), index)
     if index is None:
         return Program(kernel.__name__, None, 0, len(signature), plain)
     if torch.cuda.is_current_stream_capturing():
@@ -198,7 +210,7 @@ def _make(
             raise UnavailableError(
                 "this GPU cannot load a kernel", got=f"{kernel.__name__}: {str(error).splitlines()[0]}"
             ) from error
-    return Program(kernel.__name__, compiled, index, len(signature), plain)
+    return Program(kernel.__name__, compiled, index, len(signature), plain, pdl)
 
 
 def compile_for(
@@ -272,7 +284,7 @@ def unknown() -> str | None:
     )
 
 
-def _direct(compiled: Any, count: int) -> tuple[Any, tuple[Any, ...], tuple[None, ...] | None] | str:
+def _direct(compiled: Any, count: int, pdl: bool) -> tuple[Any, tuple[Any, ...], tuple[None, ...] | None] | str:
     """The launcher's C function, what it takes before and after ``count`` arguments, or why it cannot be called.
 
     What comes after is None where the arguments are one tuple.
@@ -281,7 +293,7 @@ def _direct(compiled: Any, count: int) -> tuple[Any, tuple[Any, ...], tuple[None
     try:
         if launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
             return f"{compiled.name} needs scratch memory of Triton's"
-        before = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
+        before = (compiled.function, launcher.launch_cooperative_grid, pdl)
         if hasattr(launcher, "arg_annotations"):
             annotations = launcher.arg_annotations[:count]
             hooks = (None, None, None, None, None)
