@@ -12,7 +12,7 @@ The sums of parts take ``scratch`` bytes on the device, which all kernels share;
 after every launch. Products are exact and sums in f32, as of ``triton-decode``; p parts add p to K + 24 there.
 
 It is written in plain Triton: the tensor core's first operand is the weight, in registers where the compiler can
-(sm_90), and k is in its natural order. Beyond M and K nothing is read.
+(sm_90), and k is in its natural order. x of rows that do not exist is that of the last one; beyond K nothing is read.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class Gemm:
     """How the kernel runs.
 
     Args:
-        stripes: of 16 features, of a tile; also the warps of a program.
+        stripes: of 16 features, of a tile.
         tokens: of a tile.
         units: of 64 k, of a step.
         parts: of K.
         stages: of the compiler's pipeline.
+        warps: of a program.
         group: tiles along M that follow each other before N goes on.
     """
 
@@ -50,17 +51,15 @@ class Gemm:
     units: int = 1
     parts: int = 1
     stages: int = 4
+    warps: int = 4
     group: int = 8
 
 
 CONFIGURATIONS: Final = tuple(
     Gemm(*fields)
     for fields in (
-        *((4, 16, 1, 1, 5), (4, 16, 2, 1, 4), (4, 16, 2, 2, 3), (4, 16, 1, 2, 5), (4, 16, 2, 4, 3), (8, 16, 2, 2, 3)),
-        *((8, 16, 2, 4, 3), (8, 16, 1, 2, 5), (4, 64, 1, 1, 4), (4, 64, 2, 1, 3), (4, 64, 1, 2, 4), (4, 64, 1, 4, 4)),
-        *((4, 64, 2, 2, 3), (8, 64, 1, 1, 4), (8, 64, 2, 1, 3), (8, 64, 1, 2, 4), (8, 64, 2, 2, 3), (16, 64, 1, 1, 4)),
-        *((16, 64, 2, 1, 3), (16, 64, 1, 2, 4), (4, 128, 1, 1, 3), (4, 128, 1, 2, 3), (8, 128, 1, 1, 4)),
-        *((8, 128, 2, 1, 3), (8, 128, 1, 2, 4), (16, 128, 1, 1, 3), (16, 128, 1, 1, 4), (16, 128, 2, 1, 2)),
+        *((8, 64, 1, 1, 4, 4), (8, 32, 2, 2, 3, 4), (4, 32, 1, 4, 4, 4), (8, 64, 1, 2, 4, 4), (4, 64, 1, 4, 4, 4)),
+        *((8, 64, 2, 1, 3, 4), (8, 128, 1, 1, 4, 8), (4, 128, 1, 2, 3, 4)),
     )
 )
 """Those that are tested. None has more than 64 sums in a lane: compilers got some of 128 wrong."""
@@ -70,7 +69,7 @@ def signature(dtype: str, out_dtype: str, bias: str, whole: bool) -> dict[str, s
     """The types of the device code's arguments; ``whole``: rows of out begin at multiples of 16 bytes."""
     return {
         "codes": "*i32:16",
-        "scales": "*i64:16",
+        "scales": "*i32:16",
         "x": f"*{TYPES[dtype]}:16",
         "scale2": "*fp32",
         "bias": bias,
@@ -102,12 +101,12 @@ def constants(call: Call, made: Gemm) -> dict[str, Any]:
 
 def configure(call: Call) -> Gemm:
     """The configuration for a call."""
-    tokens = next((size for size in (16, 64) if call.rows <= size), 128)
-    stripes = 4 if tokens == 16 else 8
+    tokens = next((size for size in (32, 64) if call.rows <= size), 128)
+    stripes, warps = 8, 4 if tokens < 128 else 8
     tiles, parts = -(-call.shape[-2] // (TILE * stripes)), 1
     while tokens < 128 and parts < 4 and tiles * parts < FILLED:
         parts *= 2
-    return choices.configured(call, NAME, Gemm(stripes=stripes, tokens=tokens, parts=parts))
+    return choices.configured(call, NAME, Gemm(stripes=stripes, tokens=tokens, parts=parts, warps=warps))
 
 
 def tiles_of(call: Call, made: Gemm) -> tuple[int, int]:
@@ -164,7 +163,7 @@ def _program(call: Call, bias: str, made: Gemm, device: Any, whole: bool) -> Pro
     from halfbyte.kernels.cuda.gemm_code import gemm
 
     types = signature(call.dtype, call.out_dtype, bias, whole)
-    return program(gemm, types, constants(call, made), device=device, warps=made.stripes)
+    return program(gemm, types, constants(call, made), device=device, warps=made.warps)
 
 
 def launch(args: LinearArgs) -> None:

@@ -1,8 +1,8 @@
 """Device code of ``halfbyte.kernels.cuda.gemm``, in plain Triton.
 
-The weight is the first operand: a lane (g, c) of the tensor core has word (g, kt, c) for every kt, so decoded weights
-are where they are needed, and k is in its natural order. With several parts of K, each writes its sums to its slot of
-``sums``, and the last to come adds the slots in their order.
+The weight is the first operand, which the tensor core of sm_90 takes from registers: a lane (g, c) of it has word
+(g, kt, c) for every kt, and k is in its natural order. Words come 16 bytes at a time, as they lie. With several parts
+of K, each writes its sums to its slot of ``sums``, and the last to come adds the slots in their order.
 """
 
 from __future__ import annotations
@@ -14,40 +14,15 @@ from halfbyte.kernels.cuda.fragments_code import finished, floats_of, pairs, wid
 
 
 @triton.jit
-def _block(words, four, KT: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, UP: tl.constexpr):  # fmt: skip # noqa: E501
-    """(T, 32) i32 words and the scales of four blocks, u64 -> (T, 32, p, rh, h) weights of block KT."""
-    words = words.to(tl.uint32, bitcast=True)
-    low = (four >> (16 * KT)).to(tl.uint32)
-    scale0 = floats_of(((low & 0xFF) << SCALE[0]) | SCALE[1], HALF, UP)[:, :, None]
-    scale1 = floats_of((((low >> 8) & 0xFF) << SCALE[0]) | SCALE[1], HALF, UP)[:, :, None]
-    first = tl.join(pairs(words, 0, STEPS, HALF, UP) * scale0, pairs(words, 1, STEPS, HALF, UP) * scale1)
-    second = tl.join(pairs(words, 2, STEPS, HALF, UP) * scale0, pairs(words, 3, STEPS, HALF, UP) * scale1)
-    return tl.join(first, second)
-
-
-@triton.jit
-def _load(at, there, TAIL: tl.constexpr):
-    if TAIL:
-        value = tl.load(at, mask=there, other=0)
-    else:
-        value = tl.load(at)
-    return value
-
-
-@triton.jit
-def _weights(
-    words, fours, there,
-    T: tl.constexpr, TAIL: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, UP: tl.constexpr,
-):  # fmt: skip
-    """The weights of a unit of each stripe, (16 T, 64), from where its words and scales are, (T, 32)."""
-    four = _load(fours, there, TAIL).to(tl.uint64, bitcast=True)
-    w0 = _block(_load(words, there, TAIL), four, 0, STEPS, SCALE, HALF, UP)
-    w1 = _block(_load(words + 4, there, TAIL), four, 1, STEPS, SCALE, HALF, UP)
-    w2 = _block(_load(words + 8, there, TAIL), four, 2, STEPS, SCALE, HALF, UP)
-    w3 = _block(_load(words + 12, there, TAIL), four, 3, STEPS, SCALE, HALF, UP)
-    w = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    w = tl.reshape(w, [T, 8, 4, 2, 2, 2, 2, 2])  # t g c p rh h kt1 kt0
-    w = tl.permute(w, (0, 4, 1, 6, 7, 5, 2, 3))
+def _weights(words, both, T: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, UP: tl.constexpr):  # fmt: skip # noqa: E501
+    """(T, 128) words of a unit of each stripe and (T, 32) u32, a pair of scale bytes in the low half -> (16 T, 64) weights."""
+    w = tl.reshape(words.to(tl.uint32, bitcast=True), [T, 8, 4, 4])
+    s = tl.reshape(both, [T, 8, 4])
+    scale0 = floats_of(((s & 0xFF) << SCALE[0]) | SCALE[1], HALF, UP)[:, :, :, None, None]
+    scale1 = floats_of((((s >> 8) & 0xFF) << SCALE[0]) | SCALE[1], HALF, UP)[:, :, :, None, None]
+    first = tl.join(pairs(w, 0, STEPS, HALF, UP) * scale0, pairs(w, 1, STEPS, HALF, UP) * scale1)
+    second = tl.join(pairs(w, 2, STEPS, HALF, UP) * scale0, pairs(w, 3, STEPS, HALF, UP) * scale1)
+    w = tl.permute(tl.join(first, second), (0, 5, 1, 2, 6, 3, 4))  # T g kt c p rh h -> T rh g kt h c p
     return tl.reshape(w, [16 * T, 64])
 
 
@@ -62,7 +37,7 @@ def gemm(
 
     Args:
         codes: i32 words.
-        scales: i64, the eight bytes of a row pair in a unit.
+        scales: i32, four bytes each.
         x: (M, K) of the layout's dtype.
         scale2: (N,) or (1,) f32.
         bias: (N,) floats, or None.
@@ -102,22 +77,27 @@ def gemm(
     start = part * share
     steps = tl.cdiv(tl.minimum(start + share, units) - start, U)
     stripe = tl.minimum(tile_n * T + tl.arange(0, T), stripes - 1).to(tl.int64)[:, None]
-    lane = tl.arange(0, 32)[None, :]
-    words = codes + (stripe * units + start) * 128 + (lane // 4 * 16 + lane % 4)
-    fours = scales + (stripe * units + start) * 8 + lane // 4
+    pair = tl.arange(0, 32)[None, :]
+    words = codes + (stripe * units + start) * 128 + tl.arange(0, 128)[None, :]
+    fours = scales + (stripe * units + start) * 16 + pair // 2
     token = tile_m * BM + tl.arange(0, BM)
     k = start * 64 + tl.arange(0, 64)
-    x = x + token.to(tl.int64)[:, None] * K + k[None, :]
+    x = x + tl.minimum(token, M - 1).to(tl.int64)[:, None] * K + k[None, :]
     total = tl.zeros([16 * T, BM], tl.float32)
     for i in tl.range(0, steps, num_stages=STAGES):
         for u in tl.static_range(U):
-            inside = (token < M)[:, None]
-            there = stripe >= 0
+            at = i * U + u
             if TAIL:
-                inside &= (k + (i * U + u) * 64 < K)[None, :]
-                there &= start + i * U + u < units
-            w = _weights(words + (i * U + u) * 128, fours + (i * U + u) * 8, there, T, TAIL, STEPS, SCALE, HALF, UP)
-            xs = tl.load(x + (i * U + u) * 64, mask=inside, other=0.0)
+                there = (stripe >= 0) & (start + at < units)
+                held = tl.load(words + at * 128, mask=there, other=0)
+                four = tl.load(fours + at * 16, mask=there, other=0)
+                xs = tl.load(x + at * 64, mask=(k + at * 64 < K)[None, :], other=0.0)
+            else:
+                held = tl.load(words + at * 128)
+                four = tl.load(fours + at * 16)
+                xs = tl.load(x + at * 64)
+            both = four.to(tl.uint32, bitcast=True) >> (pair % 2 * 16)
+            w = _weights(held, both, T, STEPS, SCALE, HALF, UP)
             total = tl.dot(w, tl.trans(widened(xs, UP)), total)
 
     rows = tile_n * (16 * T) + tl.arange(0, 16 * T)
