@@ -141,10 +141,10 @@ class Bench:
                     failed.append(self.failed(str(case), candidate.who, error))
         gpu_timing.in_rounds([timed for _, timed, _ in ready], ROUNDS, REST if case.rows >= HOT_ROWS else 0.0)
         measured = []
-        for candidate, timed, error in ready:
+        for candidate, timed, off in ready:
             facts = {**candidate.facts, "batches": [round(seconds * 1e6, 3) for seconds in timed.seconds]}
             who, kind, n = candidate.who, candidate.kind, candidate.weights.n
-            measured.append(Measured(who, kind, n, timed.median, min(timed.seconds), error, facts))
+            measured.append(Measured(who, kind, n, timed.median, min(timed.seconds), off, facts))
         return [*(self.say(gpu_report.row(case, one, measured)) for one in measured), *failed]
 
     def prepared(self, case: Case, candidate: Candidate, x: Any, result: Result) -> tuple[Timed, float]:
@@ -252,9 +252,10 @@ def main(arguments: list[str] | None = None) -> None:
     if on_gpu and not options.trust_tests and not tests_pass():
         sys.exit(f"not measured: the kernels' tests fail; run: python -m pytest -m gpu {' '.join(tests())}")
     os.environ.pop("HALFBYTE_KERNEL", None)
-    options.humming = options.peers and on_gpu and gpu_humming.present()
-    if options.peers and not options.humming:
-        print(f"humming: {gpu_humming.MISSING}")
+    why = gpu_humming.missing() if options.peers else ""
+    options.humming = on_gpu and why is None
+    if why:
+        print(f"humming: {why}")
     gpu = torch.cuda.get_device_name() if on_gpu else "no GPU"
     head = gpu_report.machine(gpu, sys.argv[1:] if arguments is None else arguments)
     print(f"{gpu}, driver {head['driver']}, torch {torch.__version__}, commit {head['commit']}", flush=True)
@@ -262,7 +263,11 @@ def main(arguments: list[str] | None = None) -> None:
         compile_ahead(options)
     lines = gpu_report.Lines(options.out, head)
     bench = Bench(options, gpu, lines)
-    bench.run()
+    try:
+        bench.run()
+    except (RuntimeError, KeyboardInterrupt) as error:
+        first = (str(error).splitlines() or ["interrupted"])[0]
+        sys.exit(f"not finished: {first}" + (f"; rows until here are in {lines.part}" if options.out else ""))
     off = sum(row.what == "probe" and row.facts["off"] for row in bench.rows)
     end = {"verdict": gpu_report.verdict(bench.rows), "probes_off": off, "seconds": round(time.time() - start)}
     lines.finish(end)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 PROCESSES = 10
 
@@ -27,14 +29,14 @@ def pack(layout: str, shape: Shape) -> None:
 
 
 def product(layout: str, shape: Shape, name: str, dtype: str, rows: Sequence[int]) -> None:
-    """With each configuration that a kernel has for these numbers of tokens, if it accepts them."""
+    """With what a kernel has for each of these numbers of tokens, if it accepts them."""
     import torch
 
     from halfbyte.kernels import KERNELS, LinearArgs
     from halfbyte.layouts import Packed, parse
 
     (kernel,) = (kernel for kernel in KERNELS if kernel.name == name)
-    how, done = parse(layout), set()
+    how = parse(layout)
     sizes = how.sizes(shape).items()
     buffers = {part: torch.zeros(size, dtype=torch.uint8, device="cuda") for part, size in sizes}
     packed = Packed(how, shape, buffers | {"scale2": torch.ones(1, 1, device="cuda")})
@@ -42,18 +44,24 @@ def product(layout: str, shape: Shape, name: str, dtype: str, rows: Sequence[int
         x = torch.zeros(m, shape[1], dtype=getattr(torch, dtype), device="cuda")
         args = LinearArgs(x=x, weight=packed, bias=None, out=x.new_zeros(m, shape[0]))
         if not kernel.refuse(args.call()):
-            runs = m if kernel.configure is None else kernel.configure(args.call())
-            if runs not in done:
-                kernel.run(args)
-            done.add(runs)
+            kernel.run(args)
     torch.cuda.synchronize()
 
 
 def humming(shapes: Sequence[Shape], rows: Sequence[int]) -> None:
     from benchmarks import gpu_humming
 
-    if gpu_humming.present():
-        gpu_humming.compile_ahead(shapes, rows)
+    gpu_humming.settle()
+    gpu_humming.compile_ahead(shapes, rows)
+
+
+def _attempt(task: Callable[..., None], arguments: tuple[Any, ...]) -> str:
+    """Why it failed, in a line; not every error survives the way between processes."""
+    try:
+        task(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return ""
 
 
 def compile_ahead(
@@ -61,19 +69,21 @@ def compile_ahead(
     peers: Sequence[Shape] = (),
 ) -> list[str]:  # fmt: skip
     """Compile all combinations, and what Humming needs for ``peers``; a line for each that failed."""
+    tasks: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+    if peers:
+        tasks["Humming"] = humming, (peers, rows)
+    for layout in layouts:
+        for shape in shapes:
+            what = f"{layout}, {shape[0]}x{shape[1]}"
+            tasks |= {f"{name}, {what}": (product, (layout, shape, name, dtype, rows)) for name in kernels}
+            tasks[f"pack, {what}"] = pack, (layout, shape)
+    failed = []
     with ProcessPoolExecutor(min(PROCESSES, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
-        tasks: dict[Future[None], str] = {}
-        if peers:
-            tasks[pool.submit(humming, peers, rows)] = "Humming"
-        for layout in layouts:
-            for shape in shapes:
-                for name in kernels:
-                    task = pool.submit(product, layout, shape, name, dtype, rows)
-                    tasks[task] = f"{name}, {layout}, {shape[0]}x{shape[1]}"
-                tasks[pool.submit(pack, layout, shape)] = f"pack, {layout}, {shape[0]}x{shape[1]}"
-        failed = []
-        for task in as_completed(tasks):
-            if error := task.exception():
-                first = (str(error).splitlines() or [""])[0]
-                failed.append(f"{tasks[task]}: {type(error).__name__}: {first}")
-        return failed
+        futures = {name: pool.submit(_attempt, *task) for name, task in tasks.items()}
+        for name, future in futures.items():
+            try:
+                why = future.result()
+            except BrokenProcessPool as error:
+                return [*failed, f"{name}: a process ended: {error}"]
+            failed += [f"{name}: {why}"] if why else []
+    return failed

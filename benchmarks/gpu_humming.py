@@ -20,18 +20,25 @@ MISSING = "not installed: python3 -m pip install --no-deps humming-kernels==0.1.
 _SCHEMA = {"quant_method": "modelopt", "quant_algo": "nvfp4"}
 
 
-def present() -> bool:
-    """Whether it can be imported; it reads its environment when it is."""
+def settle() -> None:
+    """Where it keeps what it compiles, and with which compiler; it looks when it is imported."""
     folder = Path(tempfile.gettempdir()) / "halfbyte-humming"
     for name in ("CACHE", "TMP"):
         (folder / name.lower()).mkdir(parents=True, exist_ok=True)
         os.environ.setdefault(f"HUMMING_{name}_DIR", str(folder / name.lower()))
     os.environ.setdefault("HUMMING_COMPILER", "nvcc")
+
+
+def missing() -> str | None:
+    """Why it cannot be measured; None where it is there."""
+    settle()
     try:
         import humming  # type: ignore[import-not-found]  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    except ModuleNotFoundError as error:
+        return MISSING if error.name == "humming" else str(error)
+    except Exception as error:  # it looks for compilers, and loads libraries
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return None
 
 
 def _layer(n: int, k: int, codes: Any, scales: Any, scale2: Any) -> Any:

@@ -90,7 +90,7 @@ def _beside(case: Case, default: Measured, others: list[Measured]) -> list[Figur
     ]
     if portable and default.who.startswith("gluon-"):
         bound = gpu_bounds.portable(n, k, rows)
-        figures.append(Figure("of it in the portable tier", default.seconds / min(portable), *case.bound(bound)))
+        figures.append(Figure("of its speed in the portable tier", default.seconds / min(portable), *case.bound(bound)))
     return figures
 
 

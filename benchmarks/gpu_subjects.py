@@ -43,7 +43,8 @@ class Weights:
 
         scales, wide = bytes_(0x20, 0x58, n, k // 16), bytes_(0, 0x58, n, k // 16)
         scales = torch.where(bytes_(0, 50, n, k // 16) == 0, wide, scales)
-        self.weight = hb.Weight(codes=bytes_(0, 256, n, k // 2), scales=scales, scale2=torch.tensor(1.7e-3).to(device))
+        scale2 = torch.full((), 1.7e-3, device=device)
+        self.weight = hb.Weight(codes=bytes_(0, 256, n, k // 2), scales=scales, scale2=scale2)
         self.held: dict[str, list[Any]] = {}
 
     def whole(self) -> Weights:

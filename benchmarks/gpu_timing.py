@@ -1,13 +1,14 @@
 """The timing protocol of the GPU's figures.
 
 What is compared is captured in CUDA graphs of many launches each, weights in rotation, and the graphs take turns, each
-round in another order. A batch is one replay that is not counted, and then as many as fill 2 ms, between two events. On
+round in another order. A batch is one replay that is not counted, and then as many as fill 3 ms, between two events. On
 a CPU, where the benchmark itself is tried out, calls are made one after another.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import statistics
 import time
@@ -17,8 +18,8 @@ from typing import Any
 
 import torch
 
-BATCH_SECONDS = 2e-3
-GRAPH_SECONDS = 250e-6
+BATCH_SECONDS = 3e-3
+GRAPH_SECONDS = 1e-3
 """A graph is at least this long, so that its start does not count."""
 
 
@@ -53,12 +54,14 @@ class Timed:
                 torch.cuda.synchronize()
         if self.device == "cuda":
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(_capturing()):  # torch.cuda.graph would collect garbage first, each time
+            gc.disable()  # what it would free, a graph for one, cannot be freed during a capture
+            with torch.cuda.stream(_capturing()):  # torch.cuda.graph would collect all garbage first, each time
                 self.graph.capture_begin()
                 try:
                     self._calls()
                 finally:
                     self.graph.capture_end()
+                    gc.enable()
 
     def _calls(self) -> None:
         for i in range(self.count):

@@ -294,12 +294,15 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Of the source, with a + where files differ from it; None outside a repository."""
+    """Of the source, with a + where files differ from it; None outside a repository or without git."""
     here = Path(__file__).parent
-    head, changed = (
-        subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
-        for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-    )
+    try:
+        head, changed = (
+            subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
+            for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except OSError:
+        return None
     return None if head.returncode else head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 

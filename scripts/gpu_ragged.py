@@ -1,4 +1,6 @@
-"""Small products of ragged shapes by every kernel for GPUs, compared with float64: what a memory checker runs.
+"""Small calls of ragged shapes, by every kernel for GPUs: what a memory checker runs.
+
+Products are compared with float64, quantized and decoded weights with those of the CPU, to the bit.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python scripts/gpu_ragged.py
 
@@ -56,15 +58,28 @@ def case(layout: str, shape: tuple[int, int], rows: int, dtype: str, beside: boo
         yield f"{kernel.name} {layout} {n}x{k} M={rows}{wrong}"
 
 
+def codecs(shape: tuple[int, int], dtype: str, device: str) -> Iterator[str]:
+    """What was quantized and decoded, and whether it is as on the CPU."""
+    dense = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
+    there, here = hb.quantize(dense.to(device)), hb.quantize(dense)
+    same = [torch.equal(getattr(there, name).cpu(), getattr(here, name)) for name in ("codes", "scales", "scale2")]
+    yield f"quantize {shape[0]}x{shape[1]} {dtype}{'' if all(same) else ': WRONG'}"
+    decoded, expected = there.dequantize(dtype).cpu(), here.dequantize(dtype)
+    yield f"dequantize {shape[0]}x{shape[1]} {dtype}{'' if torch.equal(decoded, expected) else ': WRONG'}"
+
+
 def main(device: str = "cuda") -> int:
     """Run all; the exit status."""
     done: list[str] = []
     for layout, shape, rows, dtype, beside in cases():
         done += case(layout, shape, rows, dtype, beside, device)
+    products = len(done)
+    for shape, dtype in product(SHAPES, (*ERROR, "float32")):
+        done += codecs(shape, dtype, device)
     wrong = [line for line in done if "WRONG" in line]
-    kernels = sorted({line.split()[0] for line in done})
-    print("\n".join([*wrong, f"{len(done)} products, {len(wrong)} wrong; kernels: {', '.join(kernels) or 'none'}"]))
-    return int(bool(wrong) or not done)
+    by = sorted({line.split()[0] for line in done})
+    print("\n".join([*wrong, f"{len(done)} calls, {len(wrong)} wrong, by {', '.join(by)}"]))
+    return int(bool(wrong) or not products)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from halfbyte.kernels import KERNELS, Call
+from halfbyte.kernels.base import capability
 from halfbyte.layouts import LAYOUTS
 from halfbyte.numerics import BLOCK, decode_e2m1, decode_e4m3
 from halfbyte.weight import Weight, float_dtype, to_numpy, to_torch
@@ -19,6 +20,12 @@ LINEAR = [kernel for kernel in KERNELS if kernel.op == "linear"]
 DTYPES = ("float32", "bfloat16", "float16")
 HALF_ULP = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 """The last rounding, relative to the result; a float32 sum is not rounded again."""
+
+
+HERE: list[dict[str, Any]] = [{"library": "numpy", "device": "cpu"}, {"library": "torch", "device": "cpu"}]
+"""Fields of a call, for each library and device of this machine."""
+if torch.cuda.is_available():
+    HERE.append({"library": "torch", "device": "cuda", "capability": capability(torch.cuda.current_device())})
 
 
 def random_weight(
@@ -89,13 +96,11 @@ def places(**axes: Iterable[object]) -> Iterator[tuple[Any, ...]]:
     Args:
         axes: values for fields of the call.
     """
-    available = [("numpy", "cpu"), ("torch", "cpu")] + [("torch", "cuda")] * torch.cuda.is_available()
     for kernel in LINEAR:
-        for library, device in available:
+        for place in HERE:
             for values in product(*axes.values()):
-                changes = dict(zip(axes, values, strict=True))
-                if not kernel.refuse(call_like(library=library, device=device, **changes)):
-                    yield kernel, library, device, *values
+                if not kernel.refuse(call_like(**place, **dict(zip(axes, values, strict=True)))):
+                    yield kernel, place["library"], place["device"], *values
 
 
 def everywhere(**axes: Iterable[object]) -> pytest.MarkDecorator:

@@ -28,6 +28,7 @@ _HOMES = {
     "convert": "tools.convert",
     "dequantize_checkpoint": "tools.dequantize",
     "diff": "tools.diff",
+    "embedding": "embedding_op",
     "explain": "explanations",
     "grouped_linear": "ops",
     "inspect": "tools.inspect",
@@ -67,6 +68,7 @@ __all__ = [
     "convert",
     "dequantize_checkpoint",
     "diff",
+    "embedding",
     "errors",
     "explain",
     "grouped_linear",
@@ -92,6 +94,7 @@ if TYPE_CHECKING:
     from halfbyte import nn as nn  # not in __all__: a star import must not need torch
     from halfbyte.checkpoint.reader import Checkpoint
     from halfbyte.checkpoint.reader import open_checkpoint as open  # noqa: A004 - torch and safetensors say open too
+    from halfbyte.embedding_op import embedding
     from halfbyte.errors import HalfbyteError
     from halfbyte.explanations import explain
     from halfbyte.findings import CODES, Finding, Report

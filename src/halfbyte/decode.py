@@ -1,4 +1,7 @@
-"""NVFP4 decoded: by NumPy or torch, which are the truth, or by code that Numba compiles, to the same bytes."""
+"""NVFP4 decoded: by NumPy or torch, which are the truth, or by code that Numba or Triton compiles, to the same bytes.
+
+The bits of a NaN are the GPU's own where Triton decodes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from halfbyte import jit
+from halfbyte import decode_cuda, gpu, jit
 from halfbyte.arrays import cast, float_dtype
 from halfbyte.numerics import BLOCK, Array, decode_e2m1, decode_e4m3, is_torch
 
@@ -25,6 +28,9 @@ def dequantize(codes: Array, scales: Array, scale2: Array, k: int, dtype: Any) -
         if _compiled(arrays, k, values.dtype.name, values.ctypes.data):
             plain = values.view(np.uint16) if values.dtype.name == "bfloat16" else values
             return torch.from_numpy(plain).view(getattr(torch, values.dtype.name))
+    elif is_torch(codes) and by_triton(codes, scales, scale2):
+        buffers = {"codes": codes, "scales": scales, "scale2": scale2}
+        return decode_cuda.decode(decode_cuda.ROWS, buffers, (*codes.shape[:-1], k), dtype)
     elif not is_torch(codes) and executor(codes.size * 2) is None:
         values = np.empty((*codes.shape[:-1], k), float_dtype(dtype))
         if _compiled([codes, scales, scale2], k, values.dtype.name, values.ctypes.data):
@@ -39,14 +45,24 @@ def dequantize(codes: Array, scales: Array, scale2: Array, k: int, dtype: Any) -
 
 def _plain(*tensors: Array) -> bool:
     """Whether these are large tensors in memory, which nothing traces or differentiates."""
+    size = tensors[0].numel() * 2
+    return executor(size) is None and all(t.device.type == "cpu" for t in tensors) and _eager(*tensors)
+
+
+def _eager(*tensors: Array) -> bool:
+    """Whether nothing traces or differentiates what these go through."""
     import torch
 
     return (
-        executor(tensors[0].numel() * 2) is None
-        and all(type(t) is torch.Tensor and t.device.type == "cpu" for t in tensors)
+        all(type(t) is torch.Tensor for t in tensors)
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
         and not torch.compiler.is_compiling()
     )
+
+
+def by_triton(*tensors: Array) -> bool:
+    """Whether Triton decodes these: CUDA tensors that nothing traces or differentiates."""
+    return tensors[0].device.type == "cuda" and _eager(*tensors) and gpu.missing() is None
 
 
 def executor(size: int) -> str | None:

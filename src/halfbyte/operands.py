@@ -39,10 +39,10 @@ def check_arrays(x: Array, packed: Packed | Int8Weight, bias: Array | None) -> N
     check_float(x, "x")
     if len(x.shape) < 1 or x.shape[-1] != k:
         raise UsageError("the last axis of x is not the weight's K", got=tuple(x.shape), expected=f"(..., {k})")
-    _check_beside(scale_of(packed), "the weight", x)
+    check_beside(scale_of(packed), "the weight", x)
     if bias is not None:
         check_float(bias, "bias")
-        _check_beside(bias, "bias", x)
+        check_beside(bias, "bias", x)
         if tuple(bias.shape) != (n,):
             raise UsageError("bias does not fit the weight's N", got=tuple(bias.shape), expected=(n,))
 
@@ -58,19 +58,20 @@ def check_float(a: Array, what: str) -> None:
         raise UsageError(f"{what} is of the wrong dtype", got=name, expected=", ".join(DTYPES), hint="cast it first")
 
 
-def _check_beside(a: Array, what: str, x: Array) -> None:
+def check_beside(a: Array, what: str, x: Array, other: str = "x") -> None:
+    """UsageError where two arrays are of two libraries, or on two devices."""
     if is_torch(a) != is_torch(x):
         one, two = ("torch", "numpy") if is_torch(a) else ("numpy", "torch")
         raise UsageError(
-            f"{what} and x are of two libraries",
-            got=f"{what} in {one}, x in {two}",
+            f"{what} and {other} are of two libraries",
+            got=f"{what} in {one}, {other} in {two}",
             expected="one library",
             hint="move the weight once: packed.to(device), or weight.torch() and weight.numpy()",
         )
     if is_torch(a) and a.device != x.device:
         raise UsageError(
-            f"{what} and x are on two devices",
-            got=f"{what} on {a.device}, x on {x.device}",
+            f"{what} and {other} are on two devices",
+            got=f"{what} on {a.device}, {other} on {x.device}",
             expected="one device",
             hint=f"move it once: .to({str(x.device)!r})",
         )

@@ -11,7 +11,18 @@ import numpy as np
 
 from halfbyte.errors import NoKernelError, UsageError
 from halfbyte.int8_ops import rounds, twin_of
-from halfbyte.kernels import KERNELS, Call, Int8Args, Int8Call, Kernel, LinearArgs, forced, select
+from halfbyte.kernels import (
+    KERNELS,
+    Call,
+    EmbeddingArgs,
+    EmbeddingCall,
+    Int8Args,
+    Int8Call,
+    Kernel,
+    LinearArgs,
+    forced,
+    select,
+)
 from halfbyte.kernels.base import Library, capability, library_of
 from halfbyte.kernels.cuda import launch
 from halfbyte.kernels.cuda.ceilings import CEILINGS
@@ -102,10 +113,11 @@ def plan(
     """Which kernel would compute a call, and why; runs nothing.
 
     Args:
-        op: "linear".
+        op: "linear" or "embedding".
         weight: what is applied; a Weight is packed as rows. It need not be on ``device`` yet.
-        rows: M, the rows of activations.
-        dtype: of the activations: "float32", "bfloat16", "float16" or a torch dtype.
+        rows: M, the rows of activations, or how many rows are looked up.
+        dtype: of the activations: "float32", "bfloat16", "float16" or a torch dtype; without ``out_dtype`` also of the
+            result, which is all that it means for an embedding.
         device: such as "cpu" or "cuda:0"; "cuda:sm_90" is a GPU of that compute capability, which need not be there.
         out_dtype: of the result; by default ``dtype``.
         library: "torch" or "numpy"; by default that of the weight's arrays, and torch beside the CPU.
@@ -117,11 +129,15 @@ def plan(
     """
     if rows < 0:
         raise UsageError("rows cannot be negative", got=rows)
-    if op != LinearArgs.op:
-        raise UsageError("unknown op", got=repr(op), expected=LinearArgs.op)
+    if op not in (LinearArgs.op, EmbeddingArgs.op):
+        raise UsageError("unknown op", got=repr(op), expected=f"{LinearArgs.op} or {EmbeddingArgs.op}")
     kind, sm, gpu = _place(device)
     if kind != "cpu":
         library = library or "torch"
+    if op == EmbeddingArgs.op:
+        if isinstance(weight, Int8Weight) or precision is not None:
+            raise UsageError("an embedding is exact", got="an Int8Weight or a precision", expected="an NVFP4 weight")
+        return _plan_embedding(weight, rows, dtype if out_dtype is None else out_dtype, kind, sm, gpu, library)
     if rounds(weight, precision) or isinstance(weight, Int8Weight):
         return _plan_int8(weight, rows, dtype, kind, out_dtype, library)
     packed = as_packed(weight)
@@ -155,6 +171,35 @@ def plan(
         ranges=tuple(_ranges(call)) if sm else (),
         time=_time(call, kernel, gpu) if sm else "",
         scratch_bytes=kernel.scratch(call) if kernel.scratch else 0,
+    )
+
+
+def _plan_embedding(
+    weight: Packed | Weight, rows: int, dtype: Any, device: str, sm: int, gpu: str | None, library: Library | None
+) -> Plan:
+    packed = as_packed(weight)
+    call = EmbeddingCall.of(
+        packed,
+        rows=rows,
+        dtype="int64",
+        out_dtype=checked_dtype(dtype, "out_dtype"),
+        device=device,
+        library=library or library_of(packed.buffers()["scale2"]),
+        capability=sm,
+    )
+    kernel = select(EmbeddingArgs, call)
+    cost = kernel.cost(call)
+    packs = ["the weight is packed as rows in each call; pack it once"] if isinstance(weight, Weight) else []
+    return Plan(
+        call=call,
+        kernel=kernel.name,
+        why=_why(call, kernel),
+        refusals=_refusals(kernel, call),
+        bytes=cost.bytes,
+        flops=cost.flops,
+        extra_bytes=0 if isinstance(weight, Packed) else _unshared_bytes(packed, weight),
+        notes=tuple(packs),
+        time=_time(call, kernel, gpu) if sm else "",
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 import halfbyte
 from checkpoints import GOLDENS, SOURCE, environment
 
-BASE = ("errors", "findings", "numerics", "stored", "patterns", "jit")
+BASE = ("errors", "findings", "numerics", "stored", "patterns", "jit", "gpu")
 MEANING = (*BASE, "arrays", "kinds", "weight")
 FILES = (*MEANING, "recipes", "layouts")
 STACKS = ("modules", "experts", "reading")
@@ -34,7 +34,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "shifts": (*BASE, "arrays"),
     "vectors": (),
     "decode_code": (*BASE, "vectors"),
-    "decode": (*BASE, "arrays", "vectors", "decode_code"),
+    "gpu": (),
+    "decode_cuda_code": (),
+    "decode_cuda": (*BASE, "arrays", "decode_cuda_code"),
+    "decode": (*BASE, "arrays", "vectors", "decode_code", "decode_cuda"),
     "weight": (*BASE, "arrays", "kinds", "shifts", "decode"),
     "lossy": MEANING,
     "underflow": MEANING,
@@ -44,7 +47,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "casts": (*MEANING, "mxfp4", "modules"),
     "recipes": (*MEANING, "vectors"),
     "activations": FILES,
-    "layouts": MEANING,
+    "layouts": (*MEANING, "decode", "decode_cuda"),
     "diagnose": (*MEANING, "layouts", *STACKS),
     "twins": (*FILES, *STACKS, "diagnose", "dialects", "checkpoint"),
     "reading": (*MEANING, "layouts", "modules", "experts"),
@@ -69,10 +72,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "writing",
     ),
     "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
-    "kernels": (*MEANING, "layouts", "vectors", "decode_code"),
+    "kernels": (*MEANING, "layouts", "decode_cuda", "decode_cuda_code", "vectors", "decode_code"),
     "operands": RUN,
     "int8_ops": (*RUN, "lossy", "operands"),
     "plans": (*RUN, "operands", "int8_ops"),
+    "embedding_op": (*RUN, "operands", "torch_embedding"),
+    "torch_embedding": (*RUN, "embedding_op"),
     "remembered": (*RUN, "operands"),
     "ops": (*RUN, "operands", "int8_ops", "plans", "remembered", "torch_ops"),
     "torch_ops": (*RUN, "ops"),
@@ -99,6 +104,7 @@ CHAINS = {
         "attention": {"base", "attention_base", "fmha_llm", "fmha_vit"},
         "reference": {"base"},
         "int8": {"base"},
+        "embedding": {"base"},
     },
     "kernels.cpu": {
         "exact": {"product_code"},
@@ -109,7 +115,8 @@ CHAINS = {
         "scalars": {"vectors"},
         "tiles": {"vectors"},
     },
-    "recipes": {"base": {"blocks_code"}, "rtn": {"base", "blocks_code"}},
+    "kernels.cuda": {"choices": {"base"}, "embedding": {"launch"}},
+    "recipes": {"base": {"blocks_code"}, "cuda": {"base", "cuda_code"}, "rtn": {"base", "blocks_code", "cuda"}},
 }
 """In checkpoint: header <- reader <- writer <- outputs, and expert_checks, reader <- consistency; workdir <- writer.
 In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention.

@@ -58,7 +58,60 @@ def moves(capability):
     return programs
 
 
-KERNELS = (Kernel("move", moves, {80: Limit(48), 90: Limit(48)}, matrix=False),)
+def encodes(capability):
+    """The quantizer's two kernels; on aligned rows, those with scale2 in the usual range first."""
+    from halfbyte.recipes import cuda, cuda_code
+
+    numbers = {"stride": "i32", "k": "i32", "chunks": "i32"}
+    arrays = {"codes": "*i32", "scales": "*u8", "top": "*i32", **numbers}
+    arguments = {"x": "*i16", **arrays, **dict.fromkeys(("scale2", "full", "divisor"), "fp32")}
+    options = {"num_warps": cuda.WARPS}
+    programs = {}
+    for kind, name in enumerate(("float32", "bfloat16", "float16")):
+        own = {"x": "*i16" if kind else "*i32"}
+        for whole, how in ((True, ""), (False, " with gaps")):
+            aligned = ("stride", "k") if whole else ()
+            fixed = {"KIND": kind, "WHOLE": whole}
+            for rule in range(3):
+                for moderate in (True, False):
+                    constants = {"RULE": rule, "FIXED": True, "MODERATE": moderate, "INTERPRETED": False}
+                    constants |= {"BLOCKS": cuda.ENCODE_BLOCKS, **fixed}
+                    code = Program(cuda_code.encode, arguments | own, constants, options, aligned)
+                    programs[f"{name}{how} rule {rule}{'' if moderate else ' of any scale2'}"] = code
+            top = {"x": own["x"], "top": "*i32", **numbers}
+            constants = {"BLOCKS": cuda.PEAK_BLOCKS, **fixed}
+            programs[f"{name}{how} peak"] = Program(cuda_code.peak, top, constants, options, aligned)
+    return programs
+
+
+def decodes(capability):
+    """The decoder of rows and fragments, whole and by numbers of rows."""
+    from halfbyte import decode_cuda
+    from halfbyte.decode_cuda_code import decode
+    from halfbyte.layouts import Fragments
+
+    programs = {}
+    forms = {"rows": decode_cuda.ROWS, "bfloat16": Fragments().form, "float16": Fragments("float16").form}
+    for name, form in forms.items():
+        for lookup in (False, True):
+            for out in ("bf16", "fp16", "fp32"):
+                arguments = {"codes": "*i32", "scales": "*u8", "scale2": "*fp32", "ids": "*i64", "out": f"*{out}"}
+                constants = decode_cuda.constants(form, 1 << 20, lookup=lookup, experts=not lookup, per_row=lookup)
+                programs[f"{name}{' by number' if lookup else ''} to {out}"] = Program(
+                    decode,
+                    arguments | dict.fromkeys(("count", "n", "k"), "i32"),
+                    constants,
+                    {"num_warps": form.most // form.values},
+                    ("k",),
+                )
+    return programs
+
+
+KERNELS = (
+    Kernel("move", moves, {80: Limit(48), 90: Limit(48)}, matrix=False),
+    Kernel("encode", encodes, {80: Limit(128), 90: Limit(128)}, matrix=False),
+    Kernel("decode", decodes, {80: Limit(40), 90: Limit(40)}, matrix=False),
+)
 
 
 def cases():

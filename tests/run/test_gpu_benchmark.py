@@ -7,9 +7,10 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from benchmarks import gpu, gpu_bounds, gpu_humming, gpu_report, gpu_subjects, gpu_timing
+from benchmarks import gpu, gpu_ahead, gpu_bounds, gpu_humming, gpu_report, gpu_subjects, gpu_timing
 from benchmarks.gpu_report import Case, Measured
 from benchmarks.gpu_subjects import Candidate, Result, Weights
 
@@ -17,6 +18,7 @@ from halfbyte.kernels.cuda.ceilings import CEILINGS
 
 H200 = CEILINGS["NVIDIA H200"]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_figures_and_their_verdicts():
         "x the time of N=248064": (1.0274, 1.02, False),
         "x cublas bfloat16": (3.2667, None, None),
         "x humming": (1.32, 1.3, True),
-        "of it in the portable tier": (0.625, 0.6, True),
+        "of its speed in the portable tier": (0.625, 0.6, True),
     }
     assert [figure.met for figure in rows[2].figures if figure.must] == [False]
     assert not any(figure.must for row in rows[5:] for figure in row.figures)
@@ -91,6 +93,7 @@ def test_an_unknown_gpu_has_no_bounds():
 def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(gpu_bounds.WHOLE, 136, 128)
     monkeypatch.setattr(gpu_subjects, "CHECKED", 2000)
+    monkeypatch.setenv("HALFBYTE_THREADS", "1")
     out = tmp_path / "results" / "made.jsonl"
     arguments = [
         "--device",
@@ -140,6 +143,24 @@ def test_no_gpu_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="not measured: torch sees no CUDA GPU"):
         gpu.main(["--quick"])
+
+
+def test_a_lost_gpu_ends_the_run_with_what_there_is(tmp_path, monkeypatch):
+    def lost(self):
+        self.say(gpu.Row("M=1 8x16", "some", missing="why"))
+        raise RuntimeError("CUDA error: an illegal memory access\nmore")
+
+    monkeypatch.setattr(gpu.Bench, "run", lost)
+    out = tmp_path / "made.jsonl"
+    with pytest.raises(
+        SystemExit,
+        match=r"not finished: CUDA error: an illegal memory access; rows until here are in .*/made.jsonl.part",
+    ):
+        gpu.main(["--device", "cpu", "--out", str(out)])
+    assert not out.exists()
+    assert [*map(json.loads, out.with_name("made.jsonl.part").read_text().splitlines())][1:] == [
+        {"what": "M=1 8x16", "who": "some", "missing": "why"}
+    ]
 
 
 def test_quick_and_chosen():
@@ -216,7 +237,7 @@ def test_a_kernel_that_fails_is_a_row(monkeypatch, capsys):
 
 
 def test_copies_take_turns_in_whole_turns():
-    assert gpu_timing.launches(32, 3.4e-6) == 96
+    assert gpu_timing.launches(32, 3.4e-6) == 320
     assert gpu_timing.launches(2, 5e-3) == 2
     calls = []
     timed = gpu_timing.Timed(calls.append, 3, 6, "cpu")
@@ -237,6 +258,24 @@ def test_rounds_begin_with_another_each(monkeypatch):
     assert order == [0, 1, 2, 0, 1, 2, 1, 2, 0, 2, 0, 1]
     assert [timed.seconds for timed in all_timed] == [[4, 9, 11], [5, 7, 12], [6, 8, 10]]
     assert all_timed[0].median == 9
+
+
+def test_why_humming_is_missing(monkeypatch, tmp_path):
+    for name in ("CACHE_DIR", "TMP_DIR"):
+        monkeypatch.setenv(f"HUMMING_{name}", str(tmp_path))
+    monkeypatch.setenv("HUMMING_COMPILER", "nvcc")
+    monkeypatch.setitem(sys.modules, "humming", None)
+    assert "humming" in gpu_humming.missing()
+    monkeypatch.setitem(sys.modules, "humming", types.ModuleType("humming"))
+    assert gpu_humming.missing() is None
+
+
+def test_what_cannot_be_compiled_ahead_is_a_line():
+    why = gpu_ahead._attempt(
+        gpu_ahead.product, ("fragments(dtype=nothing)", (8, 16), "reference-torch", "bfloat16", (1,))
+    )
+    assert why.startswith("LayoutError: ")
+    assert gpu_ahead._attempt(print, ()) == ""
 
 
 def test_humming_is_driven_by_its_layer(monkeypatch):
@@ -292,7 +331,9 @@ def test_ragged_products_are_compared(monkeypatch, capsys):
     monkeypatch.setattr(ragged, "LAYOUTS", ("rows",))
     monkeypatch.setattr(ragged, "SHAPES", ((17, 48),))
     assert ragged.main("cpu") == 0
-    assert " products, 0 wrong; kernels: cpu-" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert " calls, 0 wrong, by cpu-" in said
+    assert said.endswith(", dequantize, quantize, reference-torch\n")
     monkeypatch.setattr(ragged, "ERROR", dict.fromkeys(ragged.ERROR, 1e-9))
     assert ragged.main("cpu") == 1
     monkeypatch.setattr(ragged, "KERNELS", ())
@@ -310,6 +351,29 @@ def test_the_read_probe_reads_by_16_bytes():
     assert code.spills == 0
     (loop,) = code.loops
     assert loop.opcodes["LDG.E.128"] == 8
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_graph_takes_copies_in_turns_and_is_timed():
+    sums = torch.zeros(3, device="cuda")
+    timed = gpu_timing.Timed(lambda i: sums[i].add_(1), 3, 6, "cuda")
+    sums.zero_()
+    timed.replay()
+    assert sums.tolist() == [2, 2, 2]
+    gpu_timing.in_rounds([timed], 2)
+    assert len(timed.seconds) == 2
+    assert all(0 < seconds < 1e-3 for seconds in timed.seconds)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_read_probe_reads_all_words():
+    from benchmarks import gpu_probe
+
+    memory = torch.randint(-(2**31), 2**31 - 1, (37 * gpu_probe.BLOCK,), device="cuda").int()
+    parts = gpu_probe.read(memory).cpu().numpy()
+    assert np.bitwise_xor.reduce(parts) == np.bitwise_xor.reduce(memory.cpu().numpy())
 
 
 def test_all_gpu_tests_are_run():

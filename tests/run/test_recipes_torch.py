@@ -79,4 +79,5 @@ def test_refusals():
         quantize(torch.ones(2, 20))
     with pytest.raises(QuantizeError) as caught:
         quantize(torch.ones(2, 16, device="meta"))
-    assert str(caught.value) == "this quantizer runs on the CPU: got meta; pass dense.cpu()"
+    said = "this quantizer runs on the CPU and, with Triton, on CUDA devices: got meta; pass dense.cpu()"
+    assert str(caught.value) == said

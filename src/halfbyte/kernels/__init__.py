@@ -6,13 +6,15 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, int8, reference
+from halfbyte.kernels import attention, embedding, int8, reference
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
 from halfbyte.kernels.cuda import choices, columns, decode, decode_gluon, gemm
+from halfbyte.kernels.cuda import embedding as cuda_embedding
 from halfbyte.kernels.descriptors import TensorDesc
+from halfbyte.kernels.embedding import EmbeddingArgs, EmbeddingCall
 from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
 from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 from halfbyte.kernels.int8 import Int8Args, Int8Call
@@ -28,6 +30,9 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     exact.PORTABLE,
     reference.TORCH,
     reference.NUMPY,
+    cuda_embedding.TRITON,
+    embedding.TORCH,
+    embedding.NUMPY,
     cpu_int8.VNNI,
     cpu_int8.PORTABLE,
     int8.NUMPY,
@@ -49,6 +54,8 @@ __all__ = [
     "AttentionCall",
     "Call",
     "Cost",
+    "EmbeddingArgs",
+    "EmbeddingCall",
     "FmhaV2Llm",
     "FmhaV2Vit",
     "Int8Args",

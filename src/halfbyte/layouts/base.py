@@ -254,6 +254,10 @@ class Layout:
         make = Weight if self.kind == "nvfp4" else Mxfp4Weight
         return make(codes=codes, scales=scales, k=packed.shape[-1], **others)
 
+    def dequantize(self, packed: Packed, dtype: Any = "float32") -> Array:
+        """The values, (*E, N, K), as of the weight that ``unpack`` gives."""
+        return packed.unpack().dequantize(dtype)
+
     def executors(self, shape: Sequence[int], device: str | None = None) -> dict[Plane, Executor]:
         """What moves each plane of a weight of ``shape`` (*E, N, K) in NumPy arrays, or torch tensors on ``device``."""
         found: dict[Plane, Executor] = {}
@@ -394,6 +398,10 @@ class Packed:
         """The weight again, bit for bit, with one exception: where the layout's ``zero_blocks`` is "canonical", codes
         of blocks whose scale is 0 come back as 0, so -0 as 0. No other value changes."""
         return self.layout.unpack(self)
+
+    def dequantize(self, dtype: Any = "float32") -> Array:
+        """The values (*E, N, K) in "float32", "bfloat16" or "float16", as of ``Weight.dequantize``."""
+        return self.layout.dequantize(self, dtype)
 
 
 def _wrong_scales(kind: Kind, scales: Array) -> dict[str, Array]:

@@ -17,6 +17,7 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 from halfbyte.errors import LayoutError
+from halfbyte.gpu import missing
 from halfbyte.layouts.executors import Executor
 from halfbyte.layouts.order import CODES, WORD, Order
 
@@ -301,17 +302,6 @@ def _merged(digits: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def _flat(digits: Sequence[tuple[int, ...]], elements: int) -> tuple[int, ...]:
     """Digits of (size, at, first, second), ``at`` in words."""
     return tuple(n for size, at, first, second in digits for n in (size, at // elements, first, second))
-
-
-def missing() -> str | None:
-    """None where Triton is at hand, else what to do; this imports it."""
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        if getattr(error, "name", None) == "triton":
-            return "triton is not installed; run: pip install 'halfbyte[cuda]'"
-        return f"triton cannot be imported: {error}"
-    return None
 
 
 def refuse(order: Order, shape: Sequence[int], *, codes: bool = False) -> str | None:

@@ -45,8 +45,10 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
 
+from halfbyte import decode_cuda
+from halfbyte.decode import by_triton
 from halfbyte.errors import LayoutError
-from halfbyte.layouts.base import Layout, Packable, first_true
+from halfbyte.layouts.base import Layout, Packable, Packed, first_true
 from halfbyte.layouts.order import Order
 from halfbyte.numerics import Array, is_torch, lookup
 
@@ -103,6 +105,17 @@ class Fragments(Layout):
     @property
     def zero_blocks(self) -> Literal["kept", "canonical"]:
         return "canonical" if self.dtype == "bfloat16" else "kept"
+
+    @property
+    def form(self) -> decode_cuda.Form:
+        """The layout as constants of the kernel that decodes CUDA tensors."""
+        return decode_cuda.fragments(self.dtype, STEPS[self.dtype], SCALE[self.dtype])
+
+    def dequantize(self, packed: Packed, dtype: Any = "float32") -> Array:
+        buffers = packed.buffers()
+        if is_torch(buffers["codes"]) and by_triton(*buffers.values()):
+            return decode_cuda.decode(self.form, buffers, packed.shape, dtype)
+        return super().dequantize(packed, dtype)
 
     def to_stored(self, weight: Packable) -> tuple[Array, dict[str, Array]]:
         return _stored(weight.scales), {}

@@ -7,8 +7,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from halfbyte import gpu
 from halfbyte.errors import QuantizeError, UsageError
 from halfbyte.numerics import BLOCK, Array, is_torch
+from halfbyte.recipes import cuda
 from halfbyte.recipes.base import (
     LIKES,
     Dense,
@@ -54,7 +56,7 @@ def quantize(
     """Quantize a dense matrix to NVFP4.
 
     Args:
-        dense: (N, K) float32, bfloat16 or float16; a NumPy array or a torch tensor on the CPU.
+        dense: (N, K) float32, bfloat16 or float16; a NumPy array, or a torch tensor on the CPU or, with Triton, CUDA.
         recipe: how scales and codes are chosen.
         like: whose order of operations, and so whose bytes: "modelopt" or "compressed-tensors".
         scale2: a second scale to use instead of the recipe's own, for example one that is shared.
@@ -62,7 +64,7 @@ def quantize(
             weight keeps the true K.
 
     Returns:
-        The weight, in dense's library.
+        The weight, in dense's library and on its device; the bytes do not depend on either.
 
     Raises:
         QuantizeError: NaN or Inf (with its position), a K that is not a multiple of 16, a dtype or
@@ -74,23 +76,38 @@ def quantize(
     if is_torch(dense):
         if str(dense.dtype).removeprefix("torch.") not in {dtype.name for dtype in _SOURCES}:
             raise _not_dense(dense)
-        if dense.device.type != "cpu":
-            raise QuantizeError("this quantizer runs on the CPU", got=str(dense.device), hint="pass dense.cpu()")
-        return quantize(to_numpy(dense), recipe, like, scale2=scale2, pad=pad).torch()
+        if dense.device.type == "cpu":
+            return quantize(to_numpy(dense), recipe, like, scale2=scale2, pad=pad).torch()
+        reason = gpu.missing() if dense.device.type == "cuda" else None
+        if reason or dense.device.type != "cuda":
+            raise QuantizeError(
+                "this quantizer runs on the CPU and, with Triton, on CUDA devices",
+                got=str(dense.device),
+                hint="pass dense.cpu()" + (f"; {reason}" if reason else ""),
+            )
     chosen = recipe_named(recipe)
     if like not in LIKES:
         raise UsageError("unknown peer", got=repr(like), expected=" or ".join(LIKES))
-    if dense.ndim != 2 or dense.dtype not in _SOURCES:
+    if dense.ndim != 2 or not (is_torch(dense) or dense.dtype in _SOURCES):
         raise _not_dense(dense)
     n, k = dense.shape
     if k % BLOCK and not pad:
         raise QuantizeError(
             f"K = {k} is not a multiple of {BLOCK}", got=(n, k), hint="pass pad=True, or leave this layer dense"
         )
-    amax = finite_amax(dense)
+    amax = _finite_amax_cuda(dense) if is_torch(dense) else finite_amax(dense)
     scale = chosen.tensor_scale(amax, like) if scale2 is None else _given(scale2)
-    codes, scales = quantize_array(dense, chosen, scale, like)
+    codes, scales = (_quantize_cuda if is_torch(dense) else quantize_array)(dense, chosen, scale, like)
     return Weight(codes=codes, scales=scales, scale2=scale.scale2, k=k)
+
+
+def _finite_amax_cuda(dense: Any) -> np.float32:
+    amax = cuda.amax(dense)
+    return amax if np.isfinite(amax) else finite_amax(to_numpy(dense))  # NumPy names the first
+
+
+def _quantize_cuda(dense: Any, recipe: Recipe, scale: TensorScale, like: Like) -> tuple[Any, Any]:
+    return recipe.encode_cuda(dense, scale, like) or quantize_array(to_numpy(dense), recipe, scale, like)
 
 
 def _not_dense(dense: Array) -> QuantizeError:

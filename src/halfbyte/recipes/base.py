@@ -10,7 +10,7 @@ import numpy as np
 
 from halfbyte import jit
 from halfbyte.errors import QuantizeError
-from halfbyte.numerics import BLOCK, E4M3_MAX, F32, U8, reciprocal
+from halfbyte.numerics import BLOCK, E4M3_MAX, F32, U8, Array, reciprocal
 
 Like = Literal["modelopt", "compressed-tensors"]
 LIKES: tuple[Like, ...] = ("modelopt", "compressed-tensors")
@@ -60,6 +60,10 @@ class Recipe:
 
     def encode_compiled(self, dense: Dense, scale: TensorScale, like: Like, codes: Any, scales: Any) -> bool:
         """The same to contiguous u8 arrays, by compiled code; False where a fixed scale2 leaves no room for a block."""
+        raise NotImplementedError
+
+    def encode_cuda(self, dense: Array, scale: TensorScale, like: Like) -> tuple[Array, Array] | None:
+        """Codes and block scales of a finite CUDA tensor (N, K), by Triton; None as False of ``encode_compiled``."""
         raise NotImplementedError
 
 

@@ -27,11 +27,13 @@ from halfbyte.numerics import (
     F32,
     FULL_SCALE,
     U8,
+    Array,
     decode_e4m3,
     encode_e2m1,
     encode_e4m3,
     pack_nibbles,
 )
+from halfbyte.recipes import cuda
 from halfbyte.recipes.base import (
     LARGEST_SCALE,
     Dense,
@@ -96,6 +98,9 @@ class Rtn(Recipe):
         else:
             jit.run(code.encode_all, total, *where, *numbers, *made, tops)
         return not (scale.fixed and tops.max() > LARGEST_SCALE)
+
+    def encode_cuda(self, dense: Array, scale: TensorScale, like: Like) -> tuple[Array, Array] | None:
+        return cuda.encode(dense, scale, like)
 
 
 def _ct_divisor(amax: np.float32) -> np.float32:

@@ -16,8 +16,8 @@ from contextlib import nullcontext
 from typing import Any, Final
 
 from halfbyte.errors import UnavailableError, UsageError
+from halfbyte.gpu import missing
 from halfbyte.kernels.base import ALIGNED, Call, why_not_torch
-from halfbyte.layouts.cuda import missing
 
 KNOWN: Final = ("3.6", "3.8")
 """Versions of Triton whose launcher is called directly."""
