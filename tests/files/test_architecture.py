@@ -115,7 +115,6 @@ CHAINS = {
         "scalars": {"vectors"},
         "tiles": {"vectors"},
     },
-    "kernels.cuda": {"choices": {"base"}, "embedding": {"launch"}},
     "recipes": {"base": {"blocks_code"}, "cuda": {"base", "cuda_code"}, "rtn": {"base", "blocks_code", "cuda"}},
 }
 """In checkpoint: header <- reader <- writer <- outputs, and expert_checks, reader <- consistency; workdir <- writer.
