@@ -1,12 +1,14 @@
 """The Triton kernels for ``linear`` against float64; as a script, on the CPU, in Triton's interpreter.
 
-TRITON_INTERPRET=1 python -m portable
+TRITON_INTERPRET=1 python -m portable           # counts what it checked
+TRITON_INTERPRET=1 python -m portable beyond    # reads beyond an argument, which ends the process
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,8 +18,10 @@ import numpy as np
 import torch
 
 import halfbyte as hb
-from halfbyte.kernels import LinearArgs
+from halfbyte.kernels import Call, LinearArgs
 from halfbyte.kernels.cuda import columns, decode, gemm
+from halfbyte.kernels.cuda.fragments import TYPES
+from halfbyte.kernels.cuda.launch import options_of
 from halfbyte.layouts import Columns, Fragments, Layout, Packed
 from halfbyte.weight import Weight, to_numpy
 from helpers_run import HALF_ULP, exact_linear, random_floats, random_weight
@@ -32,11 +36,11 @@ def transposed(align: int) -> Layouts:
     return lambda dtype: Columns(align=align)
 
 
-def every_product() -> Weight:
-    """(127, 64): each code with each scale byte that is a number, in each block."""
-    n, k = np.arange(127)[:, None], np.arange(64)[None, :]
+def every_product(blocks: int) -> Weight:
+    """(127, 16 blocks): each code with each scale byte that is a number, in each block."""
+    n, k = np.arange(127)[:, None], np.arange(16 * blocks)[None, :]
     codes = ((k + n + k // 16) % 16).astype(np.uint8)
-    scales = ((n + 32 * np.arange(4)[None, :]) % 127).astype(np.uint8)
+    scales = ((n + 32 * np.arange(blocks)[None, :]) % 127).astype(np.uint8)
     return Weight(codes=codes[:, ::2] | codes[:, 1::2] << 4, scales=scales, scale2=np.float32(0.37))
 
 
@@ -46,6 +50,25 @@ def bound(x: np.ndarray, weight: Weight, bias: np.ndarray | None, out_dtype: str
     sums = ((weight.k + 24 + more) * 2.0**-23 + 2.0**-24) * magnitude
     tiny = 2.0**-25 if out_dtype == "float16" else 0.0
     return expected, 1.01 * (sums + HALF_ULP[out_dtype] * np.abs(expected)) + tiny
+
+
+def sources(kernel: Any, call: Call, bias: str | None, made: Any) -> list[tuple[Any, ...]]:
+    """What ``compile_all`` takes of each program that a call with a bias of this dtype may run."""
+    added = f"*{TYPES[bias or 'float32']}"
+    if kernel is decode:
+        programs = [("decode_code", "decode", decode.signature(call.dtype, call.out_dtype, added), made.warps)]
+    elif kernel is gemm:
+        whole = {False, call.shape[0] % 16 == 0}
+        types = [gemm.signature(call.dtype, call.out_dtype, added, one) for one in sorted(whole)]
+        programs = [("gemm_code", "gemm", one, made.warps) for one in types]
+    else:
+        name = "few" if isinstance(made, columns.Few) else "many"
+        programs = [("columns_code", name, columns.signature(call, added, made), made.warps)]
+    held = kernel.constants(call, made)
+    return [
+        (f"halfbyte.kernels.cuda.{module}", name, (types, held, options_of(warps=warps)))
+        for module, name, types, warps in programs
+    ]
 
 
 def arguments(
@@ -143,7 +166,7 @@ KERNELS: list[tuple[Any, Layouts, Any]] = [
     (columns, transposed(16), columns.Many(tokens=16, features=32, depth=32, group=2)),
     (columns, transposed(1), columns.Many(tokens=32, features=16, depth=64, group=2)),
 ]
-SHAPES = ((1, 16), (37, 208), (64, 256), (100, 336))
+SHAPES = ((1, 16), (64, 256), (37, 208), (100, 336))
 
 
 def most_rows(made: Any) -> int:
@@ -154,37 +177,47 @@ def check_results() -> int:
     """Ragged shapes, both dtypes, biases of each dtype, scale2 per tensor and per row."""
     count = 0
     for kernel, layout, made in KERNELS:
-        for seed, (n, k) in enumerate(SHAPES):
-            for dtype in DTYPES:
-                case = seed + count
-                rows = (1, 3, most_rows(made))[case % 3]
-                weight = random_weight(n, k, per_row=bool(case % 2), scales=(40, 60))
-                bias = (None, "float32", "bfloat16", "float16")[case % 4]
-                args = arguments(weight, layout(dtype), rows, dtype, "float32", bias)
-                got = interpret(kernel, args, made)
-                added = None if args.bias is None else to_numpy(args.bias).astype(np.float64)
-                expected, off = bound(to_numpy(args.x), weight, added, "float32", more=4)
-                assert (np.abs(got - expected) <= off).all(), (kernel.NAME, made, n, k, rows, dtype)
-                count += 1
+        for n, k in SHAPES:
+            dtype, rows = DTYPES[count % 2], (1, 3, most_rows(made))[count % 3]
+            weight = random_weight(n, k, per_row=bool(count // 2 % 2), scales=(40, 60))
+            bias = (None, "float32", "bfloat16", "float16", None)[count % 5]
+            args = arguments(weight, layout(dtype), rows, dtype, "float32", bias)
+            got = interpret(kernel, args, made)
+            added = None if args.bias is None else to_numpy(args.bias).astype(np.float64)
+            expected, off = bound(to_numpy(args.x), weight, added, "float32", more=4)
+            assert (np.abs(got - expected) <= off).all(), (kernel.NAME, made, n, k, rows, dtype)
+            count += 1
     return count
 
 
 def check_decoding() -> int:
     """Every code with every scale, bit for bit."""
-    weight, count = every_product(), 0
-    expected = weight.dequantize("float32")
+    weight, count = every_product(1), 0
     for kernel, layout, made in KERNELS:
         for dtype in DTYPES:
-            eye, step = torch.eye(64, dtype=getattr(torch, dtype)), most_rows(made)
             packed = hb.pack(weight, layout(dtype)).to("cpu")
-            found = []
-            for part in eye.split(step):
-                out = torch.full((len(part), 127), float("nan"))
-                found.append(interpret(kernel, LinearArgs(x=part.clone(), weight=packed, bias=None, out=out), made))
-            np.testing.assert_array_equal(np.concatenate(found).T, expected)
+            eye, out = torch.eye(16, dtype=getattr(torch, dtype)), torch.full((16, 127), float("nan"))
+            found = interpret(kernel, LinearArgs(x=eye, weight=packed, bias=None, out=out), made)
+            np.testing.assert_array_equal(found.T, weight.dequantize("float32"))
             count += 1
     return count
 
 
+def read_beyond() -> None:
+    """A launch that is told of more rows than the weight has."""
+    args = guard(arguments(random_weight(16, 64), Fragments(), 1, "bfloat16", "float32"))
+    with interpreted(decode, args):
+        within = decode.program
+
+        def program(*given: Any, **options: Any) -> Callable[[Any, Any], None]:
+            run = within(*given, **options)
+            return lambda grid, values: run((2, 1, 1), (*values[:-2], 32, values[-1]))
+
+        decode.program = program  # type: ignore[assignment]
+        decode.bind(args, decode.Decode())(args.x, None, args.out)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["beyond"]:
+        read_beyond()
     print(check_results(), check_decoding())

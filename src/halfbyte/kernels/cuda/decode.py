@@ -51,7 +51,9 @@ class Decode:
     ahead: int = 2
 
 
-CONFIGURATIONS: Final = tuple(Decode(*fields) for fields in ((4, 1, 4), (4, 1, 2), (4, 2, 2), (4, 2, 1), (8, 1, 4), (8, 1, 2)))
+CONFIGURATIONS: Final = tuple(
+    Decode(*fields) for fields in ((4, 1, 4), (4, 1, 2), (4, 2, 2), (4, 2, 1), (8, 1, 4), (8, 1, 2))
+)
 """Those that are tested."""
 
 

@@ -15,7 +15,7 @@ from halfbyte.kernels.cuda.fragments_code import finished, floats_of, pairs, wid
 
 @triton.jit
 def _weights(words, both, T: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, UP: tl.constexpr):  # fmt: skip # noqa: E501
-    """(T, 128) words of a unit of each stripe and (T, 32) u32, a pair of scale bytes in the low half -> (16 T, 64) weights."""
+    """(T, 128) words and (T, 32) pairs of scale bytes, low in u32, of a unit of each stripe -> (16 T, 64) weights."""
     w = tl.reshape(words.to(tl.uint32, bitcast=True), [T, 8, 4, 4])
     s = tl.reshape(both, [T, 8, 4])
     scale0 = floats_of(((s & 0xFF) << SCALE[0]) | SCALE[1], HALF, UP)[:, :, :, None, None]
