@@ -7,6 +7,7 @@ TRITON_INTERPRET=1 python -m portable beyond    # reads beyond an argument, whic
 from __future__ import annotations
 
 import ctypes
+import importlib
 import mmap
 import sys
 from collections.abc import Callable, Iterator
@@ -18,13 +19,14 @@ import numpy as np
 import torch
 
 import halfbyte as hb
+from cuda_code import Program
 from halfbyte.kernels import Call, LinearArgs
 from halfbyte.kernels.cuda import columns, decode, gemm
 from halfbyte.kernels.cuda.fragments import TYPES
 from halfbyte.kernels.cuda.launch import options_of
 from halfbyte.layouts import Columns, Fragments, Layout, Packed
 from halfbyte.weight import Weight, to_numpy
-from helpers_run import HALF_ULP, exact_linear, random_floats, random_weight
+from helpers_run import HALF_ULP, call_like, exact_linear, random_floats, random_weight
 
 DTYPES = ("bfloat16", "float16")
 WORDS = {"*i64": torch.int64, "*i32": torch.int32, "*i16": torch.int16, "*u8": torch.uint8}
@@ -69,6 +71,29 @@ def sources(kernel: Any, call: Call, bias: str | None, made: Any) -> list[tuple[
         (f"halfbyte.kernels.cuda.{module}", name, (types, held, options_of(warps=warps)))
         for module, name, types, warps in programs
     ]
+
+
+def programs(kind: type) -> Callable[[int], dict[str, Program]]:
+    """For a compute capability the programs of the configurations of a class, as ``cuda_code`` takes them."""
+    kernel = sys.modules[kind.__module__]
+
+    def of(capability: int) -> dict[str, Program]:
+        found = {}
+        for made in (made for made in kernel.CONFIGURATIONS if isinstance(made, kind)):
+            for rows in (8, 16) if most_rows(made) == 16 else (64,):
+                layout = Columns(align=16) if kernel is columns else Fragments()
+                call = call_like(layout=layout, shape=(14336, 4096), rows=rows, device="cuda", capability=capability)
+                module, name, (types, held, options) = sources(kernel, call, None, made)[-1]
+                found[f"{'-'.join(map(str, vars(made).values()))}-M{rows}"] = Program(
+                    getattr(importlib.import_module(module), name),
+                    {argument: of.removesuffix(":16") for argument, of in types.items()},
+                    held,
+                    options,
+                    tuple(argument for argument, of in types.items() if of.endswith(":16")),
+                )
+        return found
+
+    return of
 
 
 def arguments(
@@ -157,7 +182,7 @@ def interpret(kernel: Any, args: LinearArgs, made: Any) -> np.ndarray:
 
 KERNELS: list[tuple[Any, Layouts, Any]] = [
     (decode, Fragments, decode.Decode(warps=2, stripes=2, ahead=1)),
-    (decode, Fragments, decode.Decode(warps=1, stripes=1, ahead=3)),
+    (decode, Fragments, decode.Decode(warps=1, stripes=1, ahead=4)),
     (gemm, Fragments, gemm.Gemm(stripes=4, tokens=16, units=2, group=2)),
     (gemm, Fragments, gemm.Gemm(stripes=2, tokens=16, units=1, parts=3, group=2)),
     (columns, transposed(16), columns.Few(warps=2, bytes=8, ahead=2)),

@@ -222,7 +222,7 @@ SOME = [
 ]
 """One configuration of each device code."""
 PARTS = (gemm, Fragments, next(made for made in gemm.CONFIGURATIONS if made.parts == 4))
-ALIKE = [decode.Decode(4, 1, 4), decode.Decode(4, 1, 2), decode.Decode(4, 2, 2), decode.Decode(4, 2, 1)]
+ALIKE = [decode.Decode(4, *fields) for fields in ((1, 4), (1, 1), (2, 2), (2, 1))]
 SAME = [*SOME, PARTS]
 
 

@@ -43,17 +43,15 @@ class Decode:
     Args:
         warps: of a program, among which k is split.
         stripes: of 16 features, of a program.
-        ahead: steps of loads that are on their way.
+        ahead: steps of loads that are on their way; half as many for more than 8 tokens.
     """
 
     warps: int = 4
     stripes: int = 1
-    ahead: int = 2
+    ahead: int = 4
 
 
-CONFIGURATIONS: Final = tuple(
-    Decode(*fields) for fields in ((4, 1, 4), (4, 1, 2), (4, 2, 2), (4, 2, 1), (8, 1, 4), (8, 1, 2))
-)
+CONFIGURATIONS: Final = (Decode(4, 1, 4), Decode(4, 2, 2), Decode(8, 1, 4))
 """Those that are tested."""
 
 
@@ -74,13 +72,15 @@ def signature(dtype: str, out_dtype: str, bias: str) -> dict[str, str]:
 
 def constants(call: Call, made: Decode) -> dict[str, Any]:
     """The constants of the device code."""
+    eights = 1 if call.rows <= 8 else 2
+    ahead = max(1, made.ahead // eights)
     return {
         "W": made.warps,
         "R": made.stripes,
-        "D": made.ahead,
-        "B": 1 if call.rows <= 8 else 2,
+        "D": ahead,
+        "B": eights,
         "WIDE": fragments.wide(),
-        "TAIL": call.shape[-1] % (UNIT * made.warps * made.ahead) != 0,
+        "TAIL": call.shape[-1] % (UNIT * made.warps * ahead) != 0,
         **fragments.constants(call),
         **fragments.decoding(call.dtype),
     }

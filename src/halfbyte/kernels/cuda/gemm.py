@@ -12,7 +12,7 @@ The sums of parts take ``scratch`` bytes on the device, which all kernels share;
 after every launch. Products are exact and sums in f32, as of ``triton-decode``; p parts add p to K + 24 there.
 
 It is written in plain Triton: the tensor core's first operand is the weight, in registers where the compiler can
-(sm_90), and k is in its natural order. x of rows that do not exist is that of the last one; beyond K nothing is read.
+(sm_90), and nothing moves between lanes. x of rows that do not exist is that of the last one; beyond K nothing is read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Device code of ``halfbyte.kernels.cuda.gemm``, in plain Triton.
 
-The weight is the first operand, which the tensor core of sm_90 takes from registers: a lane (g, c) of it has word
-(g, kt, c) for every kt, and k is in its natural order. Words come 16 bytes at a time, as they lie. With several parts
-of K, each writes its sums to its slot of ``sums``, and the last to come adds the slots in their order.
+The weight is the first operand, which sm_90 takes from registers: lane 4 g + kt of a warp has the four words of
+row g, row g + 8 and block kt as they lie, and both their scales. The tensor core's k runs in the order u, c, h, kt, p,
+so nothing moves between lanes; x is read in that order, two values at a time. With several parts of K, each writes its
+sums to its slot of ``sums``, and the last to come adds the slots in their order.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from halfbyte.kernels.cuda.fragments_code import finished, floats_of, pairs, wid
 
 @triton.jit
 def _weights(words, both, T: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, UP: tl.constexpr):  # fmt: skip # noqa: E501
-    """(T, 128) words and (T, 32) pairs of scale bytes, low in u32, of a unit of each stripe -> (16 T, 64) weights."""
+    """(T, 128) words and (T, 32) pairs of scale bytes, low in u32, of a unit of each stripe -> (16 T, 64)."""
     w = tl.reshape(words.to(tl.uint32, bitcast=True), [T, 8, 4, 4])
     s = tl.reshape(both, [T, 8, 4])
     scale0 = floats_of(((s & 0xFF) << SCALE[0]) | SCALE[1], HALF, UP)[:, :, :, None, None]
     scale1 = floats_of((((s >> 8) & 0xFF) << SCALE[0]) | SCALE[1], HALF, UP)[:, :, :, None, None]
     first = tl.join(pairs(w, 0, STEPS, HALF, UP) * scale0, pairs(w, 1, STEPS, HALF, UP) * scale1)
     second = tl.join(pairs(w, 2, STEPS, HALF, UP) * scale0, pairs(w, 3, STEPS, HALF, UP) * scale1)
-    w = tl.permute(tl.join(first, second), (0, 5, 1, 2, 6, 3, 4))  # T g kt c p rh h -> T rh g kt h c p
+    w = tl.permute(tl.join(first, second), (0, 5, 1, 3, 6, 2, 4))  # T g kt c p rh h -> T rh g | c h kt p
     return tl.reshape(w, [16 * T, 64])
 
 
@@ -81,7 +82,8 @@ def gemm(
     words = codes + (stripe * units + start) * 128 + tl.arange(0, 128)[None, :]
     fours = scales + (stripe * units + start) * 16 + pair // 2
     token = tile_m * BM + tl.arange(0, BM)
-    k = start * 64 + tl.arange(0, 64)
+    place = tl.arange(0, 64)  # c h kt p
+    k = start * 64 + (place // 2 % 4 * 16 + place // 8 % 2 * 8 + place // 16 * 2 + place % 2)
     x = x + tl.minimum(token, M - 1).to(tl.int64)[:, None] * K + k[None, :]
     total = tl.zeros([16 * T, BM], tl.float32)
     for i in tl.range(0, steps, num_stages=STAGES):
