@@ -224,6 +224,12 @@ SOME = [
 PARTS = (gemm, Fragments, next(made for made in gemm.CONFIGURATIONS if made.parts == 4))
 ALIKE = [decode.Decode(4, *fields) for fields in ((1, 4), (1, 1), (2, 2), (2, 1))]
 SAME = [*SOME, PARTS]
+LINEAR = [
+    *((decode, Fragments(), rows) for rows in (0, 1, 16)),
+    *((gemm, Fragments(), rows) for rows in (1, 17, 70)),
+    *((columns, Columns(align), rows) for align in (1, 16) for rows in (1, 17)),
+]
+MANY = (65536, 64)
 
 
 def programs():
@@ -242,6 +248,12 @@ def programs():
             yield from sources(kernel, call, None, made)
     for made in ALIKE:
         yield from sources(decode, accepted(decode, shape=(100, 4144), out_dtype="float32", rows=5), None, made)
+    for kernel, layout, made in (SOME[1], SOME[3]):
+        call = accepted(kernel, shape=MANY, layout=layout("bfloat16"), rows=64)
+        yield from sources(kernel, call, None, made)
+    for kernel, layout, rows in LINEAR:
+        call = accepted(kernel, shape=(127, 208), layout=layout, rows=rows, bias=True)
+        yield from sources(kernel, call, "bfloat16", kernel.configure(call))
 
 
 @pytest.fixture(scope="class")
@@ -335,9 +347,8 @@ class TestOnGpu:
     @pytest.mark.parametrize("case", [SOME[1], SOME[3]], ids=named)
     def test_more_results_than_32_bits_count(self, case):
         kernel, layout, made = case
-        n, rows = 65536, 32800
-        weight = random_weight(n, 64)
-        args = arguments(weight, layout("bfloat16"), 64, "bfloat16", "bfloat16", device="cuda")
+        n, rows = MANY[0], 32800
+        args = arguments(random_weight(*MANY), layout("bfloat16"), 64, "bfloat16", "bfloat16", device="cuda")
         few = result(kernel, args, made)
         out = torch.full((rows, n), float("nan"), dtype=torch.bfloat16, device="cuda")
         x = args.x.repeat(-(-rows // 64), 1)[:rows].contiguous()
@@ -345,12 +356,13 @@ class TestOnGpu:
         assert torch.equal(out[-32:], few[:32])
         assert not any(part.isnan().any() for part in out.split(4096))
 
-    @pytest.mark.parametrize("layout", [Fragments(), Columns(), Columns(align=16)], ids=lambda layout: layout.key)
-    def test_linear(self, layout):
+    @pytest.mark.parametrize(("kernel", "layout", "rows"), LINEAR, ids=str)
+    def test_linear(self, kernel, layout, rows, monkeypatch):
+        monkeypatch.setenv("HALFBYTE_KERNEL", kernel.NAME)
         weight = random_weight(127, 208, scales=(40, 60))
-        for rows in (0, 1, 16, 17, 70):
-            args = arguments(weight, layout, rows, "bfloat16", "bfloat16", "bfloat16", "cuda")
+        args = arguments(weight, layout, rows, "bfloat16", "bfloat16", "bfloat16", "cuda")
+        expected, off = bound(to_numpy(args.x), weight, to_numpy(args.bias).astype(np.float64), "bfloat16", more=4)
+        for _ in range(2):  # the second call takes another way
             got = hb.linear(args.x, args.weight, args.bias)
-            expected, off = bound(to_numpy(args.x), weight, to_numpy(args.bias).astype(np.float64), "bfloat16", more=4)
             assert got.shape == (rows, 127)
             assert (np.abs(to_numpy(got).astype(np.float64) - expected) <= off).all()
