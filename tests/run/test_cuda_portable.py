@@ -356,7 +356,7 @@ class TestOnGpu:
         assert torch.equal(out[-32:], few[:32])
         assert not any(part.isnan().any() for part in out.split(4096))
 
-    @pytest.mark.parametrize(("kernel", "layout", "rows"), LINEAR, ids=str)
+    @pytest.mark.parametrize(("kernel", "layout", "rows"), LINEAR, ids=lambda part: getattr(part, "NAME", str(part)))
     def test_linear(self, kernel, layout, rows, monkeypatch):
         monkeypatch.setenv("HALFBYTE_KERNEL", kernel.NAME)
         weight = random_weight(127, 208, scales=(40, 60))
