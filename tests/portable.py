@@ -21,7 +21,7 @@ import torch
 import halfbyte as hb
 from cuda_code import Program
 from halfbyte.kernels import Call, LinearArgs
-from halfbyte.kernels.cuda import columns, decode, gemm
+from halfbyte.kernels.cuda import choices, columns, decode, gemm
 from halfbyte.kernels.cuda.fragments import TYPES
 from halfbyte.kernels.cuda.launch import options_of
 from halfbyte.layouts import Columns, Fragments, Layout, Packed
@@ -74,15 +74,21 @@ def sources(kernel: Any, call: Call, bias: str | None, made: Any) -> list[tuple[
 
 
 def programs(kind: type) -> Callable[[int], dict[str, Program]]:
-    """For a compute capability the programs of the configurations of a class, as ``cuda_code`` takes them."""
+    """For a compute capability the programs of a class of configurations, as ``cuda_code`` takes them.
+
+    All configurations where something was measured, and elsewhere those that are chosen without.
+    """
     kernel = sys.modules[kind.__module__]
+    layout = Columns(align=16) if kernel is columns else Fragments()
 
     def of(capability: int) -> dict[str, Program]:
         found = {}
-        for made in (made for made in kernel.CONFIGURATIONS if isinstance(made, kind)):
-            for rows in (8, 16) if most_rows(made) == 16 else (64,):
-                layout = Columns(align=16) if kernel is columns else Fragments()
-                call = call_like(layout=layout, shape=(14336, 4096), rows=rows, device="cuda", capability=capability)
+        measured = any(entry.capability == capability for entry in choices.entries())
+        many = (64,) if measured else (17, 64, 65)
+        for rows in (8, 16) if kind in (decode.Decode, columns.Few) else many:
+            call = call_like(layout=layout, shape=(14336, 4096), rows=rows, device="cuda", capability=capability)
+            made_here = kernel.CONFIGURATIONS if measured else [kernel.configure(call)]
+            for made in (made for made in made_here if isinstance(made, kind)):
                 module, name, (types, held, options) = sources(kernel, call, None, made)[-1]
                 found[f"{'-'.join(map(str, vars(made).values()))}-M{rows}"] = Program(
                     getattr(importlib.import_module(module), name),
