@@ -91,10 +91,17 @@ def compile_ahead(
         programs: the signature, the constants and the options of each.
         capability: 80, 89, 90, ...
     """
-    distinct = list({repr(program): program for program in programs}.values())
+    compile_all([(module, name, program) for program in programs], capability)
+
+
+def compile_all(
+    jobs: Sequence[tuple[str, str, tuple[dict[str, str], dict[str, Any], dict[str, Any]]]], capability: int
+) -> None:
+    """As ``compile_ahead``, of several kernels: the module, the name and what decides the program."""
+    distinct = list({repr(job): job for job in jobs}.values())
     workers = min(len(distinct), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(_compile_one, [(module, name, program, capability) for program in distinct]))
+        list(pool.map(_compile_one, [(*job, capability) for job in distinct]))
 
 
 def _compile_one(job: tuple[str, str, tuple[dict[str, str], dict[str, Any], dict[str, Any]], int]) -> None:

@@ -123,7 +123,7 @@ CHAINS = {
 In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention.
 What ends in _code is loaded only to run."""
 
-CUDA = {"choices", "launch"}
+CUDA = {"choices", "launch", "fragments"}
 """In kernels.cuda: what every kernel may import, beside its own device code, the file of its name and _code."""
 
 EXECUTORS = {

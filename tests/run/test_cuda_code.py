@@ -12,7 +12,11 @@ from dataclasses import dataclass
 
 import pytest
 
+import portable
 from cuda_code import ARCHITECTURES, Code, Program
+from halfbyte.kernels.cuda.columns import Few, Many
+from halfbyte.kernels.cuda.decode import Decode
+from halfbyte.kernels.cuda.gemm import Gemm
 from halfbyte.layouts import Marlin, cuda
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -128,6 +132,10 @@ KERNELS = (
     Kernel("blocks", blocks, {80: Limit(80), 90: Limit(80)}, matrix=False),
     Kernel("encode", encodes, {80: Limit(176), 90: Limit(176)}, matrix=False),
     Kernel("decode", decodes, {80: Limit(40), 90: Limit(40)}, matrix=False),
+    Kernel("triton-decode", portable.programs(Decode), {80: Limit(80, 36), 90: Limit(80, 36)}),
+    Kernel("triton-gemm", portable.programs(Gemm), {80: Limit(255, 14), 90: Limit(208, 54)}),
+    Kernel("triton-columns-few", portable.programs(Few), {80: Limit(140, 48), 90: Limit(140, 48)}),
+    Kernel("triton-columns-many", portable.programs(Many), {80: Limit(255, 16.5), 90: Limit(255, 96)}),
 )
 
 

@@ -1,0 +1,190 @@
+"""``linear`` for any number of tokens on NVIDIA GPUs, layout ``fragments``: tiles of the matrix units' own kind.
+
+::
+
+    y = round(sum(x * code * scale) * scale2 + bias)
+
+A program computes a tile of 16 ``stripes`` features and ``tokens`` tokens, or, with several ``parts``, its sums over a
+part of K; then the last program of a tile to come adds the parts' sums, always in the same order. So a result does not
+depend on the other rows of x, and on M only through the configuration.
+
+The sums of parts take ``scratch`` bytes on the device, which all kernels share; the counters among them are 0 again
+after every launch. Products are exact and sums in f32, as of ``triton-decode``; p parts add p to K + 24 there.
+
+It is written in plain Triton: the tensor core's first operand is the weight, in registers where the compiler can
+(sm_90), and nothing moves between lanes. x of rows that do not exist is that of the last one; beyond K nothing is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from halfbyte.kernels.base import ALIGNED, Call, Kernel, LinearArgs, linear_cost
+from halfbyte.kernels.cuda import choices, fragments
+from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT
+from halfbyte.kernels.cuda.launch import Program, counters, program, workspace
+from halfbyte.numerics import Array
+
+NAME: Final = "triton-gemm"
+FILLED: Final = 128
+"""Programs that the default configuration has at least, where K allows it."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """How the kernel runs.
+
+    Args:
+        stripes: of 16 features, of a tile.
+        tokens: of a tile.
+        units: of 64 k, of a step.
+        parts: of K.
+        stages: of the compiler's pipeline.
+        warps: of a program.
+        group: tiles along M that follow each other before N goes on.
+    """
+
+    stripes: int = 8
+    tokens: int = 64
+    units: int = 1
+    parts: int = 1
+    stages: int = 4
+    warps: int = 4
+    group: int = 8
+
+
+CONFIGURATIONS: Final = tuple(
+    Gemm(*fields)
+    for fields in (
+        *((8, 64, 1, 1, 4, 4), (8, 32, 2, 2, 3, 4), (4, 32, 1, 4, 4, 4), (8, 64, 1, 2, 4, 4), (4, 64, 1, 4, 4, 4)),
+        *((8, 64, 2, 1, 3, 4), (8, 128, 1, 1, 4, 8), (4, 128, 1, 2, 3, 4)),
+    )
+)
+"""Those that are tested. None has more than 64 sums in a lane: compilers got some of 128 wrong."""
+
+
+def signature(dtype: str, out_dtype: str, bias: str, whole: bool) -> dict[str, str]:
+    """The types of the device code's arguments; ``whole``: rows of out begin at multiples of 16 bytes."""
+    return {
+        "codes": "*i32:16",
+        "scales": "*i32:16",
+        "x": f"*{TYPES[dtype]}:16",
+        "scale2": "*fp32",
+        "bias": bias,
+        "out": f"*{TYPES[out_dtype]}" + ":16" * whole,
+        "sums": "*fp32:16",
+        "counts": "*i32:16",
+        "M": "i32",
+        "N": "i32" + ":16" * whole,
+        "K": "i32:16",
+        "share": "i32",
+        "parts_m": "i32",
+    }
+
+
+def constants(call: Call, made: Gemm) -> dict[str, Any]:
+    """The constants of the device code."""
+    return {
+        "T": made.stripes,
+        "BM": made.tokens,
+        "U": made.units,
+        "SPLIT": made.parts,
+        "STAGES": made.stages,
+        "GROUP": made.group,
+        "TAIL": call.shape[-1] % (UNIT * made.units) != 0,
+        **fragments.constants(call),
+        **fragments.decoding(call.dtype),
+    }
+
+
+def configure(call: Call) -> Gemm:
+    """The configuration for a call."""
+    tokens = next((size for size in (32, 64) if call.rows <= size), 128)
+    stripes, warps = 8, 4 if tokens < 128 else 8
+    tiles, parts = -(-call.shape[-2] // (TILE * stripes)), 1
+    while tokens < 128 and parts < 4 and tiles * parts < FILLED:
+        parts *= 2
+    return choices.configured(call, NAME, Gemm(stripes=stripes, tokens=tokens, parts=parts, warps=warps))
+
+
+def tiles_of(call: Call, made: Gemm) -> tuple[int, int]:
+    """Tiles along N and M."""
+    return -(-call.shape[-2] // (TILE * made.stripes)), -(-call.rows // made.tokens)
+
+
+def scratch_of(call: Call, made: Gemm) -> tuple[int, int]:
+    """Bytes of sums and of counters."""
+    along_n, along_m = tiles_of(call, made)
+    if made.parts == 1:
+        return 0, 0
+    return along_n * along_m * made.parts * TILE * made.stripes * made.tokens * 4, along_n * along_m * 4
+
+
+def scratch(call: Call) -> int:
+    """Bytes of device memory for the sums of parts."""
+    return sum(scratch_of(call, configure(call)))
+
+
+def bind(args: LinearArgs, made: Gemm | None = None) -> Callable[[Array, Array | None, Array], None]:
+    """What is left of a launch for calls like these; ``made`` instead of the configuration chosen."""
+    call = args.call()
+    made = configure(call) if made is None else made
+    (n, k), rows, device, parts = call.shape, call.rows, args.x.device, made.parts
+    buffers = args.weight.buffers()
+    codes, scales, scale2 = (buffers[name].data_ptr() for name in ("codes", "scales", "scale2"))
+    along_n, along_m = tiles_of(call, made)
+    units = -(-k // UNIT)
+    share = -(-units // (parts * made.units)) * made.units
+    of_sums, of_counts = scratch_of(call, made)
+    grid = (along_n * along_m, parts, 1)
+    bias_type = fragments.bias_type(args.bias)
+    whole = n % ALIGNED == 0
+    programs: dict[bool, Program | None] = {False: None, True: None} | {
+        whole: _program(call, bias_type, made, device, whole)
+    }
+
+    def run(x: Any, bias: Any, out: Any) -> None:
+        x = fragments.aligned(x)
+        fits = whole and not out.data_ptr() % ALIGNED
+        run_program = programs[fits]
+        if run_program is None:
+            run_program = programs[fits] = _program(call, bias_type, made, device, fits)
+        sums, counts = (workspace(device, of_sums), counters(device, of_counts)) if parts > 1 else (out, out)
+        added = None if bias is None else bias.data_ptr()
+        pointers = (codes, scales, x.data_ptr(), scale2, added, out.data_ptr(), sums.data_ptr(), counts.data_ptr())
+        run_program(grid, (*pointers, rows, n, k, share, along_m))
+
+    return run
+
+
+def _program(call: Call, bias: str, made: Gemm, device: Any, whole: bool) -> Program:
+    from halfbyte.kernels.cuda.gemm_code import gemm
+
+    types = signature(call.dtype, call.out_dtype, bias, whole)
+    return program(gemm, types, constants(call, made), device=device, warps=made.warps)
+
+
+def launch(args: LinearArgs) -> None:
+    """One launch."""
+    bind(args)(args.x, args.bias, args.out)
+
+
+def load(call: Call) -> None:
+    """Compile it."""
+    _program(call, "*fp32", configure(call), call.device, call.shape[0] % ALIGNED == 0)
+
+
+TRITON: Final = Kernel(
+    name=NAME,
+    bundle=LinearArgs,
+    description="tiles of decoded weights, in plain Triton; NVIDIA GPUs from sm_80 on, any number of tokens",
+    refuse=fragments.why_not_fragments,
+    load=load,
+    launch=launch,
+    cost=linear_cost,
+    bind=bind,
+    configure=configure,
+    scratch=scratch,
+)
