@@ -271,7 +271,8 @@ def code_of(shape=(14336, 4096), rows=8, dtype="bfloat16", out_dtype="bfloat16",
     flags = {"per_row": True, "bias": False} | flags
     held = constants(shape, rows, dtype, made=made, **flags)
     types = {name: of.removesuffix(":16") for name, of in signature(dtype, out_dtype, "float32").items()}
-    return Program(decode, types, held, {"num_warps": made.warps}).compile(90), held
+    options = {"num_warps": made.warps} | ({"maxnreg": made.registers} if made.registers else {})
+    return Program(decode, types, held, options).compile(90), held
 
 
 CODES = [
@@ -381,7 +382,10 @@ def compiled():
     compile_ahead(
         "halfbyte.kernels.cuda.decode_gluon_code",
         "decode",
-        [(*decode_gluon.parts(call, bias, made), options_of(warps=made.warps)) for call, bias, made in held],
+        [
+            (*decode_gluon.parts(call, bias, made), options_of(warps=made.warps, maxnreg=made.registers))
+            for call, bias, made in held
+        ],
         90,
     )
 

@@ -8,7 +8,8 @@
         "rows": [{"to": 8,    "kernels": [{"kernel": "a", "configuration": {...}, "microseconds": {"1": 10.4}}, ...]},
                  {"to": null, "kernels": [...]}]}]}
 
-The first of ``dtypes`` is what was measured, the others have its choices and no times. ``shape`` is (N, K); each entry of ``rows`` holds from the last one's ``to`` + 1 to its own, and null is without end.
+``shape`` is (N, K); each entry of ``rows`` holds from the last one's ``to`` + 1 to its own, and null is without end.
+The first of ``dtypes`` was measured; the others have its choices, and no times.
 A weight takes the entry whose shape is nearest: the least |log2| of the ratio of their sizes N * K plus half the
 |log2| of the ratio of their N / K. Nothing is measured at run time.
 """

@@ -66,6 +66,7 @@ class Decode:
         prefetch: units of a tile, at most, that are on their way at the start: those of ``ahead`` to registers, the
             others to L2.
         unroll: units of a warp, of all its tiles, at most, that are not a loop.
+        registers: of a thread, at most; None leaves it to the compiler.
     """
 
     warps: int = 4
@@ -73,6 +74,7 @@ class Decode:
     ahead: int = 5
     prefetch: int = 0
     unroll: int = 32
+    registers: int | None = None
 
 
 FEW: Final = Decode()
@@ -90,7 +92,7 @@ CONFIGURATIONS: Final = (
     Decode(warps=4, tiles=1, ahead=6, prefetch=64),
     Decode(warps=4, tiles=2, ahead=4),
     Decode(warps=8, tiles=1, ahead=2, prefetch=32),
-    Decode(warps=8, tiles=1, ahead=2, prefetch=64),
+    Decode(warps=8, tiles=1, ahead=3, prefetch=64, registers=64),
     Decode(warps=8, tiles=1, ahead=3, prefetch=128),
     Decode(warps=8, tiles=1, ahead=4),
     Decode(warps=8, tiles=1, ahead=4, prefetch=64),
@@ -241,7 +243,14 @@ def bind(args: LinearArgs, made: Decode | None = None) -> Callable[[Array, Array
 def _program(call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool) -> Program:
     from halfbyte.kernels.cuda.decode_gluon_code import decode
 
-    return program(decode, *parts(call, bias_dtype, made), device=device, warps=made.warps, pdl=pdl)
+    return program(
+        decode,
+        *parts(call, bias_dtype, made),
+        device=device,
+        warps=made.warps,
+        pdl=pdl,
+        maxnreg=made.registers,
+    )
 
 
 class _Written:
