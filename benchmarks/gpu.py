@@ -175,18 +175,55 @@ class Bench:
 
     def pack(self) -> Row:
         """A weight into fragments, all checks included."""
-        n, k = PACK_SHAPE if self.device == "cuda" else (256, 512)
-        weight, key = Weights(n, k, 1, self.device).weight, gpu_subjects.LAYOUTS[0].format(dtype=self.options.dtype)
-        nbytes = hb.pack(weight, key).nbytes + n * k * 9 // 16
-        taken = sorted(gpu_timing.elapsed(self.device, lambda: hb.pack(weight, key), 1) for _ in range(2 * ROUNDS))
+        n, k, weight, key = self.coded()
         bound = gpu_bounds.PACK_GIGABYTES if self.ceiling else (None, None)
-        figure = Figure("GB/s", nbytes / taken[ROUNDS] * 1e-9, *bound)
-        return Row(f"pack {n}x{k}", key, taken[ROUNDS], taken[0], (figure,))
+        return self.moved(
+            f"pack {n}x{k}", key, hb.pack(weight, key).nbytes + weight.nbytes, bound, hb.pack, weight, key
+        )
+
+    def unpack(self) -> Row:
+        """And back."""
+        n, k, weight, key = self.coded()
+        packed = hb.pack(weight, key)
+        return self.moved(f"unpack {n}x{k}", key, packed.nbytes + weight.nbytes, (None, None), hb.unpack, packed)
+
+    def quantize(self) -> Row:
+        """A dense weight, read twice: for scale2, and for scales and codes."""
+        n, k, weight, _ = self.coded()
+        dense = weight.dequantize(self.options.dtype)
+        nbytes = 2 * dense.nbytes + weight.nbytes
+        return self.moved(f"quantize {n}x{k}", self.options.dtype, nbytes, (None, None), hb.quantize, dense)
+
+    def dequantize(self) -> Row:
+        """Fragments to values."""
+        n, k, weight, key = self.coded()
+        packed = hb.pack(weight, key)
+        nbytes = packed.nbytes + 2 * n * k
+        return self.moved(f"dequantize {n}x{k}", key, nbytes, (None, None), packed.dequantize, self.options.dtype)
+
+    def embedding(self) -> Row:
+        """Rows of fragments, half as many as there are."""
+        n, k, weight, key = self.coded()
+        packed, ids = hb.pack(weight, key), torch.randint(0, n, (n // 2,), device=self.device)
+        nbytes = n // 2 * (k * 9 // 16 + 2 * k + 8)
+        run = hb.embedding if self.device == "cuda" else lambda ids, _: hb.embedding(ids, weight)
+        return self.moved(f"embedding M={n // 2} {n}x{k}", key, nbytes, (None, None), run, ids, packed)
+
+    def coded(self) -> tuple[int, int, Any, str]:
+        """N, K, a weight and the key of fragments, for what does not multiply."""
+        n, k = PACK_SHAPE if self.device == "cuda" else (256, 512)
+        return n, k, Weights(n, k, 1, self.device).weight, gpu_subjects.LAYOUTS[0].format(dtype=self.options.dtype)
+
+    def moved(self, what: str, who: str, nbytes: int, bound: Any, call: Callable[..., Any], *args: Any) -> Row:
+        """The median of calls, checks and the host's time included, by the bytes that it reads and writes."""
+        call(*args)
+        taken = sorted(gpu_timing.elapsed(self.device, lambda: call(*args), 1) for _ in range(2 * ROUNDS))
+        return Row(what, who, taken[ROUNDS], taken[0], (Figure("GB/s", nbytes / taken[ROUNDS] * 1e-9, *bound),))
 
     def run(self) -> None:
         for n, k in self.options.shapes:
             self.shape(n, k)
-        for part in (self.host, self.pack):
+        for part in (self.host, self.pack, self.unpack, self.quantize, self.dequantize, self.embedding):
             try:
                 print(self.say(part()), flush=True)
             except Exception as error:

@@ -1,6 +1,6 @@
 """What quantizes, decodes and looks up CUDA tensors against NumPy; as a script, on the CPU, in Triton's interpreter.
 
-TRITON_INTERPRET=1 python -m gpu_codecs quantize views dequantize every_code embedding
+TRITON_INTERPRET=1 python -m gpu_codecs quantize views dequantize every_code embedding blocks
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from halfbyte import decode_cuda
 from halfbyte.errors import QuantizeError
 from halfbyte.kernels.cuda import embedding
 from halfbyte.kernels.embedding import EmbeddingArgs
-from halfbyte.layouts import Fragments, Rows
+from halfbyte.layouts import Fragments, Rows, blocks
 from halfbyte.numerics import E4M3_VALUES
 from halfbyte.recipes import TensorScale, cuda, finite_amax, recipe_named
 from halfbyte.recipes.base import LIKES, finite_amax_numpy
@@ -142,7 +142,7 @@ def check_dequantize(device: str) -> int:
             packed = layout.pack(weight)
             form = decode_cuda.ROWS if isinstance(layout, Rows) else layout.form
             buffers = packed.to(device).buffers() | as_matrix(weight, layout, device)
-            for dtype in DTYPES if experts else DTYPES[1:]:
+            for dtype in DTYPES if len(experts) == 2 else (DTYPES[count % 3],):
                 got = decode_cuda.decode(form, buffers, packed.shape, dtype)
                 assert_same_bytes(got, packed.unpack().dequantize(dtype))
                 count += 1
@@ -189,6 +189,27 @@ def check_embedding(device: str) -> int:
                 assert_same_bytes(to_numpy(out)[there], expected[ids[there]])
                 assert np.isnan(to_numpy(out)[~there].astype(np.float32)).all()
                 count += 1
+    return count
+
+
+def check_blocks(device: str) -> int:
+    """Bytes by a table, and codes without those of zero blocks, as NumPy; from odd addresses, too; how many."""
+    count, rng = 0, np.random.default_rng(0)
+    table = rng.permutation(256).astype(np.uint8)
+    there = to_torch(table, device)
+    for size in (1, blocks.SIZE - 1, blocks.SIZE, 3 * blocks.SIZE + 5):
+        whole = rng.integers(0, 256, size + 1, np.uint8)
+        for first in (0, 1):
+            moved = to_torch(whole, device)[first : first + size]
+            assert_same_bytes(blocks.recode(there, moved), table[whole[first : first + size]])
+            count += 1
+    for shape in ((1, 1), (7, 33), (2, 3, blocks.BLOCKS)):
+        scales = rng.integers(0, 4, shape, np.uint8)
+        codes = rng.integers(0, 256, (*shape[:-1], 8 * shape[-1]), np.uint8)
+        made = blocks.copy_without_zeros(to_torch(codes, device), to_torch(scales, device))
+        assert_same_bytes(made, blocks.without_zero_blocks(codes, scales))
+        assert not to_numpy(made).reshape(*shape, 8)[scales == 0].any()
+        count += 1
     return count
 
 

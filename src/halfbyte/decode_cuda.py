@@ -1,7 +1,8 @@
-"""NVFP4 in CUDA tensors decoded by Triton: whole weights, or the rows that a lookup names.
+"""NVFP4 in CUDA tensors decoded by Triton; ``kernels.cuda.embedding`` has the same code decode rows by their numbers.
 
 A thread loads words of eight codes and writes 16 bytes of a row: from ``rows``, a word and half a block; from
-``fragments``, the four words of a block, of which every other pair of codes belongs to the row.
+``fragments``, the four words of a block, of which every other pair of codes belongs to the row, and the others to
+another row.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from halfbyte import gpu
 from halfbyte.arrays import float_dtype
 from halfbyte.numerics import Array
 
-_ALIGNED: Final = 16
 _FEWEST: Final = 256
+
+_compiled: Final[dict[Any, Any]] = {}
 
 
 class Form(NamedTuple):
@@ -63,44 +65,40 @@ def decode(form: Form, buffers: Mapping[str, Array], shape: Sequence[int], dtype
     return out
 
 
-def decode_into(
-    out: Array, form: Form, buffers: Mapping[str, Array], shape: Sequence[int], ids: Array | None = None
-) -> None:
-    """Decode a weight, or the rows that ids name; all arrays lie on one device.
+def decode_into(out: Array, form: Form, buffers: Mapping[str, Array], shape: Sequence[int]) -> None:
+    """Decode a weight; all arrays lie on one device.
 
     Args:
-        out: (*E, N, K), or (M, K) with ids; contiguous. It is written.
+        out: (*E, N, K), contiguous and aligned; it is written.
         form: of codes and scales.
         buffers: "codes" and "scales" u8, "scale2" f32 (*E, 1 or N, 1).
-        shape: of the weight, (*E, N, K), or (N, K) with ids.
-        ids: (M,) i32 or i64; one that names no row gives NaN.
+        shape: of the weight, (*E, N, K).
     """
     import torch
 
     from halfbyte.decode_cuda_code import decode as kernel
 
-    *experts, n, k = shape
-    if not n:
-        out.fill_(float("nan"))
-    if not (n and out.numel()):
+    if not out.numel():
         return
     if out.dtype == torch.bfloat16 and not out.is_cuda:  # Triton's interpreter would truncate
         exact = torch.empty_like(out, dtype=torch.float32)
-        decode_into(exact, form, buffers, shape, ids)
+        decode_into(exact, form, buffers, shape)
         out.copy_(exact)
         return
-    codes, scales, scale2 = (buffers[name].contiguous() for name in ("codes", "scales", "scale2"))
-    if codes.data_ptr() % _ALIGNED:
-        codes = codes.clone()
-    fixed = constants(form, k, lookup=ids is not None, experts=prod(experts) > 1, per_row=scale2.shape[-2] != 1)
-    programs = -(-out.numel() // k // fixed["EACH"]) * -(-k // fixed["VALUES"])
-    with gpu.device_of(out):
-        kernel[(programs,)](
-            *(codes.view(torch.int32), scales, scale2, scale2 if ids is None else ids, out, out.numel() // k, n, k),
-            **fixed,
-            num_warps=max(1, fixed["VALUES"] // form.values),
-            enable_fp_fusion=True,
-        )
+    *experts, n, k = shape
+    codes, scales, scale2 = (gpu.aligned(buffers[name]) for name in ("codes", "scales", "scale2"))
+    fixed = constants(form, k, lookup=False, experts=prod(experts) > 1, per_row=scale2.shape[-2] != 1)
+    matrices, rows = (1, prod(experts) * n) if form.layout == ROWS.layout else (prod(experts), n)
+    programs = matrices * -(-rows // form.rows) * -(-k // fixed["VALUES"])
+    args = codes.view(torch.int32), scales, scale2, scale2, out, out.numel() // k, n, k, *fixed.values()
+    key = out.device.index, out.dtype, k, *fixed.values()
+    gpu.launch(_compiled, key, kernel, programs, args, num_warps=warps(form, fixed), enable_fp_fusion=True)
+
+
+def warps(form: Form, fixed: Mapping[str, Any]) -> int:
+    """Of a program with these constants."""
+    count: int = max(1, fixed["VALUES"] // form.values)
+    return count
 
 
 def constants(form: Form, k: int, *, lookup: bool, experts: bool, per_row: bool) -> dict[str, Any]:

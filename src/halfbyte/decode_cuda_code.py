@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 ROWS = tl.constexpr(0)
+FRAGMENTS = tl.constexpr(1)
 BFLOAT16 = tl.constexpr(1)
 
 
@@ -67,36 +68,28 @@ def _row(codes, scales, row, column, blocks, factor, out, k, VALUES: tl.constexp
 
 
 @triton.jit
-def _fragment(
-    codes,
-    scales,
-    row,
-    column,
-    blocks,
-    factor,
-    out,
-    k,
-    VALUES: tl.constexpr,
-    KIND: tl.constexpr,
-    STEPS: tl.constexpr,
-    SCALE: tl.constexpr,
-):
-    """Decode some values of a row of ``fragments``."""
-    block = column // 16 + tl.arange(0, VALUES // 16)
-    part = ((row // 16).to(tl.int64) * ((blocks + 3) // 4) + block // 4) * 8 + row % 8
-    high = row // 8 % 2
-    inside = block < blocks
+def _words(codes, tile, g, block, blocks):
+    """The words of rows g and g + 8 of a tile of ``fragments``, four a block, and where the blocks' scales lie."""
+    part = (tile.to(tl.int64) * ((blocks + 3) // 4) + block // 4) * 8 + g
     at = (part * 16 + block % 4 * 4)[:, None] + tl.arange(0, 4)[None, :]
-    word = tl.load(codes + at, mask=inside[:, None], other=0).to(tl.uint32, bitcast=True)
-    byte = tl.load(scales + part * 8 + block % 4 * 2 + high, mask=inside, other=0).to(tl.uint32)
+    word = tl.load(codes + at, mask=(block < blocks)[:, None], other=0).to(tl.uint32, bitcast=True)
+    return word, part * 8 + block % 4 * 2
+
+
+@triton.jit
+def _scale(scales, at, inside, KIND: tl.constexpr, SCALE: tl.constexpr):
+    byte = tl.load(scales + at, mask=inside, other=0).to(tl.uint32)
     scale, _ = _of_halves(SCALE[1] | (byte << SCALE[0]), KIND)
-    scale = scale[:, None]
-    for h in tl.static_range(2):
-        pair = tl.where(high == 1, _output(word, STEPS, 2 * h + 1), _output(word, STEPS, 2 * h))
-        low, top = _of_halves(pair, KIND)
-        value = tl.reshape(tl.join(low, top), (VALUES // 16, 8)) * scale * 128.0 * factor
-        place = column + tl.arange(0, VALUES // 16)[:, None] * 16 + (8 * h + tl.arange(0, 8))[None, :]
-        tl.store(out + place, value.to(out.dtype.element_ty), mask=place < k)
+    return scale[:, None]
+
+
+@triton.jit
+def _half_blocks(pair, scale, factor, out, first, k, VALUES: tl.constexpr, KIND: tl.constexpr):
+    """Decode and store eight values of each block, from ``first`` on."""
+    low, top = _of_halves(pair, KIND)
+    value = tl.reshape(tl.join(low, top), (VALUES // 16, 8)) * scale * 128.0 * factor
+    place = first + tl.arange(0, VALUES // 16)[:, None] * 16 + tl.arange(0, 8)[None, :]
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=place < k)
 
 
 @triton.jit(do_not_specialize=["count", "n"])
@@ -134,7 +127,7 @@ def decode(
         LOOKUP: whether there are ids; then of one expert.
         EXPERTS: whether there may be more experts than one.
         PER_ROW: whether each row has a scale2 of its own.
-        EACH: rows of a program.
+        EACH: rows of a program; of whole fragments a tile's, 16 with those that pad it.
         VALUES: of each row that a program decodes.
         KIND: of fragments, 1 for bfloat16, 2 for float16.
         STEPS: of fragments, for each of four outputs the same number of rotates and masks, in turn; a mask may be 0.
@@ -144,7 +137,30 @@ def decode(
     number = tl.program_id(0)
     first, column = number // chunks * EACH, number % chunks * VALUES
     blocks = tl.cdiv(k, 16)
-    for i in tl.static_range(EACH):
+    block = column // 16 + tl.arange(0, VALUES // 16)
+    if LAYOUT == FRAGMENTS and not LOOKUP:
+        tile = number // chunks
+        expert = 0
+        if EXPERTS:
+            expert = tile // tl.cdiv(n, 16)
+        first = tile * 16 - expert * (tl.cdiv(n, 16) * 16)
+        for g in range(8):
+            word, at = _words(codes, tile, g, block, blocks)
+            for rh in tl.static_range(2):
+                row = first + 8 * rh + g
+                if row < n:
+                    index = expert * n + row
+                    if PER_ROW:
+                        factor = tl.load(scale2 + index)
+                    else:
+                        factor = tl.load(scale2 + expert)
+                    scale = _scale(scales, at + rh, block < blocks, KIND, SCALE)
+                    for h in tl.static_range(2):
+                        pair = _output(word, STEPS, 2 * h + rh)
+                        target = out + index.to(tl.int64) * k
+                        _half_blocks(pair, scale, factor, target, column + 8 * h, k, VALUES, KIND)
+        return
+    for i in range(EACH):
         index = first + i
         if index < count:
             row = index
@@ -165,5 +181,9 @@ def decode(
             if LAYOUT == ROWS:
                 _row(codes, scales, row.to(tl.int64), column, blocks, factor, target, k, VALUES)
             else:
-                stored = row + expert * ((n + 15) // 16 * 16 - n)
-                _fragment(codes, scales, stored, column, blocks, factor, target, k, VALUES, KIND, STEPS, SCALE)
+                word, at = _words(codes, row // 16, row % 8, block, blocks)
+                high = row // 8 % 2
+                scale = _scale(scales, at + high, block < blocks, KIND, SCALE)
+                for h in tl.static_range(2):
+                    pair = tl.where(high == 1, _output(word, STEPS, 2 * h + 1), _output(word, STEPS, 2 * h))
+                    _half_blocks(pair, scale, factor, target, column + 8 * h, k, VALUES, KIND)

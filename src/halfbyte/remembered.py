@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from halfbyte.kernels import LinearArgs, select
-from halfbyte.kernels.base import ALIGNED, version_of
+from halfbyte.kernels.base import ALIGNED
 from halfbyte.layouts import Packed
 from halfbyte.numerics import Array, is_torch
 from halfbyte.operands import contiguous, empty
@@ -29,7 +29,12 @@ _FORCED: Final[Any] = getattr(os.environ, "encodekey", str)("HALFBYTE_KERNEL")
 def key_of(x: Array, bias: Array | None, out_dtype: Any) -> Any:
     """All of a call on a weight that decides what is done, but for its gradient."""
     how = None if bias is None else (bias.shape, bias.dtype)
-    return x.shape, x.dtype, getattr(x, "device", None), how, out_dtype, _environment.get(_FORCED)
+    return x.shape, x.dtype, getattr(x, "device", None), how, out_dtype, forced_name()
+
+
+def forced_name() -> Any:
+    """What HALFBYTE_KERNEL is, as the environment has it."""
+    return _environment.get(_FORCED)
 
 
 def remember(x: Array, packed: Packed, bias: Array | None, out_dtype: Any, to: str) -> None:
@@ -62,19 +67,60 @@ def _on_arrays(run: Callable[..., None], shape: tuple[int, ...], dtype: Any) -> 
     return call
 
 
+def lookups(run: Callable[..., None], packed: Packed, dtype: Any) -> Callable[[Array], Array | None]:
+    """What ``embedding`` of a weight on a GPU comes down to, for ids of one dtype; None where that changed.
+
+    Args:
+        run: of a kernel's ``bind``.
+        packed: (N, K), its buffers without gaps and aligned.
+        dtype: torch's, of the result.
+    """
+    import torch
+
+    k, device = packed.shape[-1], packed.buffers()["codes"].device
+    unchanged, make = _watched(packed), torch.empty
+
+    def call(ids: Array) -> Array | None:
+        if not unchanged():
+            return None
+        if not ids.is_contiguous():
+            ids = ids.contiguous()
+        out = make((*ids.shape, k), dtype=dtype, device=device)
+        if out.numel():
+            run(ids, None, out)
+        return out
+
+    return call
+
+
+def _watched(packed: Packed) -> Callable[[], bool]:
+    """A question: whether torch wrote to no buffer of a weight since, and on a GPU none has moved."""
+    buffers: list[Any] = list(packed.buffers().values())
+    counted = [(b, b._version) for b in buffers if not b.is_inference()]
+    moving = [(b, b.data_ptr()) for b in buffers if b.is_cuda]
+
+    def unchanged() -> bool:
+        for buffer, version in counted:
+            if buffer._version != version:
+                return False
+        for buffer, address in moving:  # noqa: SIM110 (a generator takes longer)
+            if buffer.data_ptr() != address:
+                return False
+        return True
+
+    return unchanged
+
+
 def _on_tensors(run: Callable[..., None], packed: Packed, shape: tuple[int, ...], like: Array) -> Call:
     import torch
 
-    buffers: list[Any] = list(packed.buffers().values())
-    counted = [buffer for buffer in buffers if not buffer.is_inference()]
-    written = version_of(packed)
     dtype, device, make, allowed = like.dtype, like.device, torch.empty_strided, torch.is_grad_enabled
     strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-    moving, aligned = (buffers, ALIGNED) if device.type == "cuda" else ([], 1)
-    addresses = [b.data_ptr() for b in moving]
+    aligned = ALIGNED if device.type == "cuda" else 1
+    unchanged = _watched(packed)
 
     def call(x: Array, bias: Array | None) -> Array | None:
-        if sum([b._version for b in counted]) != written or [b.data_ptr() for b in moving] != addresses:
+        if not unchanged():
             return None
         if (x.requires_grad or (bias is not None and bias.requires_grad)) and allowed():
             return None

@@ -78,7 +78,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "operands": RUN,
     "int8_ops": (*RUN, "lossy", "operands"),
     "plans": (*RUN, "operands", "int8_ops"),
-    "embedding_op": (*RUN, "operands", "torch_embedding"),
+    "embedding_op": (*RUN, "operands", "remembered", "torch_embedding"),
     "torch_embedding": (*RUN, "embedding_op"),
     "remembered": (*RUN, "operands"),
     "ops": (*RUN, "operands", "int8_ops", "plans", "remembered", "torch_ops"),
@@ -129,10 +129,11 @@ CUDA = {"choices", "launch"}
 EXECUTORS = {
     "order": set(),
     "executors": {"order", "compiled", "cuda"},
-    "base": {"order", "executors"},
+    "blocks": {"executors", "blocks_kernel"},
+    "base": {"order", "executors", "blocks"},
     "cuda": {"order", "executors", "cuda_kernel"},
 }
-LAYOUT = {"order", "executors", "base"}
+LAYOUT = {"order", "executors", "blocks", "base"}
 """In layouts: order <- executors <- base <- each layout; executors run those that are compiled, the one for CUDA
 tensors loaded only to run."""
 

@@ -58,6 +58,20 @@ def moves(capability):
     return programs
 
 
+def blocks(capability):
+    """Bytes by a table, and codes without those of zero blocks."""
+    from halfbyte.layouts import blocks
+    from halfbyte.layouts.blocks_kernel import recode, without_zeros
+
+    options = {"num_warps": blocks.WARPS}
+    recoded = {"source": "*u8", "table": "*u8", "target": "*u8", "count": "i32"}
+    words = {"codes": "*i64", "scales": "*u8", "target": "*i64", "count": "i32"}
+    return {
+        "recode": Program(recode, recoded, {"SIZE": blocks.SIZE}, options),
+        "without zeros": Program(without_zeros, words, {"BLOCKS": blocks.BLOCKS}, options),
+    }
+
+
 def encodes(capability):
     """The quantizer's two kernels; on aligned rows, those with scale2 in the usual range first."""
     from halfbyte.recipes import cuda, cuda_code
@@ -65,7 +79,6 @@ def encodes(capability):
     numbers = {"stride": "i32", "k": "i32", "chunks": "i32"}
     arrays = {"codes": "*i32", "scales": "*u8", "top": "*i32", **numbers}
     arguments = {"x": "*i16", **arrays, **dict.fromkeys(("scale2", "full", "divisor"), "fp32")}
-    options = {"num_warps": cuda.WARPS}
     programs = {}
     for kind, name in enumerate(("float32", "bfloat16", "float16")):
         own = {"x": "*i16" if kind else "*i32"}
@@ -75,11 +88,14 @@ def encodes(capability):
             for rule in range(3):
                 for moderate in (True, False):
                     constants = {"RULE": rule, "FIXED": True, "MODERATE": moderate, "INTERPRETED": False}
-                    constants |= {"BLOCKS": cuda.ENCODE_BLOCKS, **fixed}
+                    size, warps = cuda.ENCODE if moderate else cuda.ENCODE_ANY
+                    constants |= {"BLOCKS": size, **fixed}
+                    options = {"num_warps": warps}
                     code = Program(cuda_code.encode, arguments | own, constants, options, aligned)
                     programs[f"{name}{how} rule {rule}{'' if moderate else ' of any scale2'}"] = code
             top = {"x": own["x"], "top": "*i32", **numbers}
-            constants = {"BLOCKS": cuda.PEAK_BLOCKS, **fixed}
+            constants = {"BLOCKS": cuda.PEAK[0], **fixed}
+            options = {"num_warps": cuda.PEAK[1]}
             programs[f"{name}{how} peak"] = Program(cuda_code.peak, top, constants, options, aligned)
     return programs
 
@@ -135,7 +151,8 @@ def decodes_and_multiplies(rows):
 
 KERNELS = (
     Kernel("move", moves, {80: Limit(48), 90: Limit(48)}, matrix=False),
-    Kernel("encode", encodes, {80: Limit(128), 90: Limit(128)}, matrix=False),
+    Kernel("blocks", blocks, {80: Limit(80), 90: Limit(80)}, matrix=False),
+    Kernel("encode", encodes, {80: Limit(176), 90: Limit(176)}, matrix=False),
     Kernel("decode", decodes, {80: Limit(40), 90: Limit(40)}, matrix=False),
     Kernel("gluon-decode 8", decodes_and_multiplies(8), {90: Limit(80, 20)}, (90,)),
     Kernel("gluon-decode 16", decodes_and_multiplies(16), {90: Limit(160, 14.5)}, (90,)),

@@ -15,6 +15,7 @@ from halfbyte.errors import NoKernelError, UsageError, WeightError
 from halfbyte.kernels import KERNELS, EmbeddingArgs, EmbeddingCall, Int8Args, select
 from halfbyte.kernels.cuda.embedding import TRITON
 from halfbyte.layouts import Columns, Fragments, Rows
+from halfbyte.remembered import lookups
 from helpers import assert_same_bytes, random_weight
 
 N, K = 37, 88
@@ -229,6 +230,54 @@ def test_triton_in_the_interpreter():
     assert interpreted("embedding") == ["12"]
 
 
+@needs_triton
+@pytest.mark.parametrize("layout", [Rows(), Fragments("float16")], ids=lambda layout: layout.key)
+def test_what_is_launched(monkeypatch, layout):
+    """The first call and those that are bound: the same program, grid and addresses."""
+    from halfbyte.kernels.cuda import embedding
+
+    made, launched = [], []
+
+    def program(kernel, signature, constants, **options):
+        made.append((kernel.__name__, signature, constants, options))
+        return lambda grid, args: launched.append((grid, [getattr(a, "data_ptr", lambda a=a: a)() for a in args]))
+
+    monkeypatch.setattr(embedding, "program", program)
+    packed = layout.pack(random_weight(np.random.default_rng(0), N, 2064, per_row=True).torch())
+    ids, out = torch.from_numpy(numbers(5, "int32")), torch.empty(5, 2064, dtype=torch.float16)
+    args = EmbeddingArgs(ids=ids, weight=packed, out=out)
+    embedding.launch(args)
+    embedding.bind(args)(ids, None, out)
+    assert made[0] == made[1]
+    name, signature, constants, options = made[0]
+    assert name == "decode"
+    assert signature["out"] == "*fp16:16"
+    assert (signature["ids"], signature["k"]) == ("*i32", "i32:16")
+    assert (constants["LOOKUP"], constants["PER_ROW"], constants["EACH"]) == (True, True, 1)
+    assert options == {"device": torch.device("cpu"), "warps": 4}
+    chunks = 3 if isinstance(layout, Rows) else 2
+    planes = [packed.buffers()[name].data_ptr() for name in ("codes", "scales", "scale2")]
+    assert launched == [((5 * chunks, 1, 1), [*planes, ids.data_ptr(), out.data_ptr(), 5, N, 2064])] * 2
+    assert embedding.specified(layout, 40, False, "int64", "bfloat16")[0]["k"] == "i32"
+
+
+def test_a_lookup_that_is_remembered():
+    packed, seen = hb.pack(weight().torch()), []
+    known = lookups(lambda ids, none, out: seen.append((ids, none, out)), packed, torch.bfloat16)
+    ids = torch.from_numpy(numbers((4, 6)))
+    for given in (ids, ids[::2].T):
+        out = known(given)
+        assert (out.shape, out.dtype) == ((*given.shape, K), torch.bfloat16)
+        got, none, written = seen.pop()
+        assert torch.equal(got, given)
+        assert got.is_contiguous()
+        assert (none, written) == (None, out)
+    assert known(ids[:0]).shape == (0, 6, K)
+    assert seen == []
+    packed.buffers()["scale2"].add_(1)
+    assert known(ids) is None
+
+
 @pytest.mark.gpu
 @needs_triton
 @needs_gpu
@@ -245,8 +294,21 @@ class TestOnAGpu:
         there = (ids >= 0) & (ids < N)
         assert_same_bytes(y[there], packed.unpack().dequantize("float16").cpu()[ids[there]])
         assert y[~there].isnan().all()
+        for again in (ids, ids.T, ids[:2]):  # from now on remembered
+            expected = y if again is ids else y.transpose(0, 1) if again.shape == ids.T.shape else y[:2]
+            made = hb.embedding(again.cuda(), packed, out_dtype="float16").cpu()
+            assert torch.equal(made.view(torch.int16), expected.contiguous().view(torch.int16))
+        packed.buffers()["scales"].fill_(0x38)
+        assert_same_bytes(
+            hb.embedding(ids.cuda(), packed, out_dtype="float16").cpu()[there],
+            packed.dequantize("float16").cpu()[ids[there]],
+        )
+        y = hb.embedding(ids.cuda(), packed, out_dtype="float16").cpu()
         assert hb.embedding(ids.cuda(), packed).dtype == getattr(torch, getattr(layout, "dtype", "float32"))
-        compiled = torch.compile(lambda i: hb.embedding(i, packed, out_dtype="float16"), fullgraph=True)
+        backend = "inductor" if isinstance(layout, Rows) else "eager"  # which compiles for seconds
+        compiled = torch.compile(
+            lambda i: hb.embedding(i, packed, out_dtype="float16"), fullgraph=True, backend=backend
+        )
         assert torch.equal(compiled(ids.cuda()).cpu().view(torch.int16), y.view(torch.int16))
 
     def test_nothing_waits_for_the_device(self):

@@ -124,7 +124,10 @@ def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
         assert row["seconds"] > 0
         assert 0 < figures.get("relative error", 1e-3) < 2e-3
         assert len(row["facts"]["batches"]) == gpu.ROUNDS if row["what"].startswith("M=") else True
-    assert [row["what"] for row in rows[-2:]] == ["host M=1 32x64", "pack 256x512"]
+    assert [row["what"] for row in rows[-6:]] == [
+        "host M=1 32x64",
+        *(f"{what} 256x512" for what in ("pack", "unpack", "quantize", "dequantize", "embedding M=128")),
+    ]
     said = capsys.readouterr().out
     assert "humming: not installed: python3 -m pip install --no-deps humming-kernels==0.1.20\n" in said
     assert said.endswith("0 rows not measured, 0 probes off, " + said.rsplit(", ", 1)[1])

@@ -6,16 +6,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import gpu_codecs
 import moves
 from contract import MX_VARIANTS, VARIANTS, fitting
 from cuda_code import ARCHITECTURES, Program
+from halfbyte import gpu
 from halfbyte.errors import LayoutError
-from halfbyte.layouts import LAYOUTS, Columns, Fragments, Marlin, NPacked, Order, Rows, cuda
+from halfbyte.layouts import LAYOUTS, Columns, Fragments, Marlin, NPacked, Order, Packed, Rows, cuda
+from halfbyte.layouts.blocks import largest, present
 from halfbyte.layouts.executors import arrange, arrange_codes, executor, restore, restore_codes
 from helpers import assert_same_bytes, random_mxfp4, random_weight
 
@@ -51,6 +55,45 @@ def test_as_numpy_in_the_interpreter():
     moved, golden = map(int, done.stdout.split())
     assert moved > 100
     assert golden == 17
+
+
+@needs_triton
+def test_blocks_as_numpy_in_the_interpreter():
+    assert gpu_codecs.interpreted("blocks") == ["11"]
+
+
+def test_what_is_compiled_is_kept_by_its_key():
+    launched = []
+
+    class Launched:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            def run(*args, **options):
+                launched.append((self.name, grid, args, options))
+                return Launched("compiled")
+
+            return run
+
+    known, tensor = {}, SimpleNamespace(is_cuda=True, device=-1)
+    for key in (1, 1, 2):
+        gpu.launch(known, key, Launched("kernel"), 3, (tensor, 7), num_warps=2)
+    gpu.launch(known, 1, Launched("kernel"), 3, (SimpleNamespace(is_cuda=False),), num_warps=2)
+    names = [(name, grid, options) for name, grid, _, options in launched]
+    slow, fast = ("kernel", (3,), {"num_warps": 2}), ("compiled", (3, 1, 1), {})
+    assert names == [slow, fast, slow, slow]
+    assert all(args == (tensor, 7) for _, _, args, _ in launched[:3])
+    assert list(known) == [1, 2]
+
+
+def test_the_bytes_that_occur():
+    scales = np.array([[7, 0], [126, 7]], np.uint8)
+    for a in (scales, torch.from_numpy(scales)):
+        assert present(a).tolist() == [0, 7, 126]
+        assert largest(a) == 126
+        assert largest(a[:0]) == 0
+        assert present(a[:0]).tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -100,6 +143,7 @@ def test_without_triton(monkeypatch):
 @needs_triton
 @needs_gpu
 def test_as_numpy_on_a_gpu():
+    assert gpu_codecs.check_blocks("cuda") == 11
     assert moves.check_all("cuda", random=100) > 150
     moves.check_wide("cuda")
     assert moves.check_golden("cuda") == 17
@@ -124,6 +168,29 @@ def test_layouts_on_a_gpu(layout, shape):
     for back in (packed.unpack(), expected.to("cuda").unpack()):
         assert back.codes.is_cuda
         assert back.torch("cpu").numpy().same(weight)
+
+
+@pytest.mark.gpu
+@needs_triton
+@needs_gpu
+@pytest.mark.parametrize("layout", [Fragments(), Fragments("float16"), Marlin(scale_format="s0e5m3")], ids=str)
+def test_refusals_on_a_gpu_are_those_of_the_cpu(layout):
+    weight = random_weight(np.random.default_rng(0), 64, 256)
+    packed = layout.pack(fitting(layout, weight))
+    for byte in (0x7F, 0xFF, 0x80, 0xC1):
+        scales, stored = weight.scales.copy(), packed.buffers()["scales"].copy()
+        scales[9, 3] = scales[40, 0] = byte
+        stored[77] = stored[200] = 0xFF
+        said = []
+        for device in ("cpu", "cuda"):
+            with pytest.raises(LayoutError) as caught:
+                layout.pack(weight.replace(scales=scales).torch(device))
+            buffers = packed.to(device).buffers() | {"scales": torch.from_numpy(stored).to(device)}
+            with pytest.raises(LayoutError) as back:
+                layout.unpack(Packed(layout, packed.shape, buffers))
+            said.append((str(caught.value), str(back.value)))
+        assert said[0] == said[1]
+        assert "[9, 3]" in said[0][0]
 
 
 @pytest.mark.gpu

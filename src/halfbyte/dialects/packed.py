@@ -28,7 +28,7 @@ import numpy as np
 from halfbyte.dialects.base import Dialect, Facts, Output, Piece
 from halfbyte.errors import FormatError, LayoutError
 from halfbyte.layouts import GateUp, Layout, Marlin, parse
-from halfbyte.layouts.base import without_zero_blocks
+from halfbyte.layouts.blocks import without_zero_blocks
 from halfbyte.layouts.executors import Plane, arrange, arrange_codes, interleave, restore, restore_codes, separate
 from halfbyte.modules import BYTES, LAYOUT_METADATA, Headers, Kind, Module, is_mx, quant_section
 from halfbyte.numerics import BLOCK

@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias
 import numpy as np
 
 from halfbyte.errors import LayoutError
+from halfbyte.layouts.blocks import largest, without_zero_blocks
 from halfbyte.layouts.executors import (
     Executor,
     Plane,
     arrange,
     arrange_codes,
     arrange_compiled,
-    as_words,
     choose,
     executor,
     in_records,
@@ -171,12 +171,13 @@ class Layout:
 
         No layout takes a NaN block scale or, where scales have a sign, one with its sign bit set.
         """
-        for what, bad in _wrong_scales(self.kind, weight.scales).items():
-            if bool(bad.any()):
-                index = first_true(bad)
-                byte = int(weight.scales[tuple(index)])
-                return f"the block scale at {index} is {what} (byte {byte:02X})"
-        return None
+        if largest(weight.scales) <= _LARGEST[self.kind]:
+            return None
+        wrong = _wrong_scales(self.kind, weight.scales)
+        what, bad = next((what, bad) for what, bad in wrong.items() if bool(bad.any()))
+        index = first_true(bad)
+        byte = int(weight.scales[tuple(index)])
+        return f"the block scale at {index} is {what} (byte {byte:02X})"
 
     def to_stored(self, weight: Packable) -> tuple[Array, dict[str, Array]]:
         """The scales in the form and shape that ``scales`` orders, and the ``extras``."""
@@ -231,6 +232,10 @@ class Layout:
         reason = self.needs(weight.shape) or self.refuse(weight)
         if reason:
             raise LayoutError(f"layout {self.name} cannot hold this weight: {reason}", got=weight.shape)
+        return self.place(weight)
+
+    def place(self, weight: Packable) -> Packed:
+        """``pack`` of a weight that this layout is known to hold."""
         scales, extras = self.to_stored(weight)
         codes = weight.codes if self.zero_blocks == "kept" else without_zero_blocks(weight.codes, weight.scales)
         planes: dict[Plane, Array] = {"codes": codes, "scales": scales}
@@ -404,22 +409,15 @@ class Packed:
         return self.layout.dequantize(self, dtype)
 
 
+_LARGEST: Final[Mapping[Kind, int]] = {"nvfp4": 0x7E, "mxfp4": 0xFE}
+"""The largest byte of a block scale that layouts take."""
+
+
 def _wrong_scales(kind: Kind, scales: Array) -> dict[str, Array]:
     """Which block scales no layout takes, by what they are."""
     if kind == "mxfp4":
         return {"NaN": scales == 255}
     return {"NaN": (scales & 127) == 127, "negative": scales >= 128}
-
-
-def without_zero_blocks(codes: Array, scales: Array) -> Array:
-    """The codes (*E, N, K/2), 0 in blocks whose scale, of (*E, N, G), is 0."""
-    zero = scales == 0
-    asked = not is_torch(zero) or not zero.is_cuda  # an answer from a GPU is later than the words
-    if asked and not bool(zero.any()):
-        return codes
-    words = as_words(codes, 8)
-    kept = words.reshape(*zero.shape, words.shape[0] // max(1, prod(zero.shape))) * ~zero[..., None]
-    return kept.reshape(-1).view(codes.dtype).reshape(codes.shape)
 
 
 def first_true(bad: Array) -> list[int]:

@@ -16,8 +16,8 @@ from functools import lru_cache
 from math import prod
 from typing import Any, Final, NamedTuple
 
+from halfbyte import gpu
 from halfbyte.errors import LayoutError
-from halfbyte.gpu import missing
 from halfbyte.layouts.executors import Executor
 from halfbyte.layouts.order import CODES, WORD, Order
 
@@ -28,9 +28,6 @@ RUN: Final = 128
 """Bytes of either side that a tile spans, where there are that many, before it grows otherwise."""
 MOST: Final = 3
 """The most bits that are inside words on one side only: the kernel holds two to that power of vectors."""
-
-ALIGNED: Final = 16
-"""What addresses are multiples of: the compiler's condition for vector loads."""
 
 
 class Bit(NamedTuple):
@@ -308,7 +305,7 @@ def refuse(order: Order, shape: Sequence[int], *, codes: bool = False) -> str | 
     """None if this moves bytes, or packed codes, of ``shape`` (*E, N, K) in elements, both ways; else the reason."""
     if not prod(shape) or order.moves_nothing(shape[-2:]):
         return "nothing moves"
-    reason = missing()
+    reason = gpu.missing()
     if reason:
         return reason
     for back in (False, True):
@@ -352,27 +349,15 @@ def run(order: Order, a: Any, shape: tuple[int, int], bits: int, back: bool) -> 
     if prod(extent) != made.source:
         raise LayoutError("not the size of this order", got=tuple(a.shape), expected=f"{made.source} bytes an expert")
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[made.word]
-    source = a.contiguous().reshape(-1)
-    if source.data_ptr() % ALIGNED:
-        source = source.clone()
+    source = gpu.aligned(a).reshape(-1)
     target = torch.empty(prod(lead) * made.target, dtype=torch.uint8, device=a.device)
     launch(made, source.view(torch.uint8).view(words), target.view(words), made.tiles * prod(lead))
     return target.view(a.dtype).reshape(*lead, *((shape[0], shape[1] * bits // 8) if back else (made.target,)))
 
 
 def launch(made: Plan, source: Any, target: Any, programs: int) -> None:
-    """Run the kernel; after the first time without Triton's look-up by its constants, which outlasts a small move."""
-    import torch
-
+    """Run the kernel."""
     from halfbyte.layouts.cuda_kernel import move
 
-    values = made.constants.values()
-    if source.device.type != "cuda":  # the interpreter
-        move[(programs,)](source, target, *values, num_warps=WARPS)
-        return
-    with torch.cuda.device(source.device):
-        compiled = made.compiled.get(source.device.index)
-        if compiled is None:
-            made.compiled[source.device.index] = move[(programs,)](source, target, *values, num_warps=WARPS)
-        else:
-            compiled[(programs, 1, 1)](source, target, *values)
+    args = source, target, *made.constants.values()
+    gpu.launch(made.compiled, source.device.index, move, programs, args, num_warps=WARPS)

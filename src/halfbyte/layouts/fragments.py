@@ -41,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
@@ -49,8 +50,9 @@ from halfbyte import decode_cuda
 from halfbyte.decode import by_triton
 from halfbyte.errors import LayoutError
 from halfbyte.layouts.base import Layout, Packable, Packed, first_true
+from halfbyte.layouts.blocks import largest, recoded
 from halfbyte.layouts.order import Order
-from halfbyte.numerics import Array, is_torch, lookup
+from halfbyte.numerics import U8, Array, is_torch
 
 Step: TypeAlias = tuple[int, int]
 """(rotate, mask): ``rotl(word, rotate) & mask``."""
@@ -95,12 +97,11 @@ class Fragments(Layout):
 
     @property
     def codes(self) -> Order:
-        pattern = "(t rh g) (u kt h c p) -> t u g kt c p rh h"
-        return Order(pattern, bits=_bits(self.dtype), rh=2, g=8, kt=4, h=2, c=4, p=2)
+        return _codes(self.dtype)
 
     @property
     def scales(self) -> Order:
-        return Order("(t rh g) (u kt) -> t u g kt rh", rh=2, g=8, kt=4)
+        return _SCALES
 
     @property
     def zero_blocks(self) -> Literal["kept", "canonical"]:
@@ -118,16 +119,24 @@ class Fragments(Layout):
         return super().dequantize(packed, dtype)
 
     def to_stored(self, weight: Packable) -> tuple[Array, dict[str, Array]]:
-        return _stored(weight.scales), {}
+        return recoded(_STORED, weight.scales), {}
 
     def from_stored(self, scales: Array, extras: Mapping[str, Array]) -> Array:
-        read = _read(scales)
-        wrong = (read >= _NAN) | (_stored(read) != scales)
-        if bool(wrong.any()):
-            index = first_true(wrong)
+        read = recoded(_READ, scales)
+        if largest(read) == _NONE:
+            index = first_true(read == _NONE)
             byte = int(scales[tuple(index)])
             raise LayoutError(f"the stored block scale at {index} is no positive E4M3 number", got=f"byte {byte:02X}")
         return read
+
+
+_SCALES: Final = Order("(t rh g) (u kt) -> t u g kt rh", rh=2, g=8, kt=4)
+
+
+@cache
+def _codes(dtype: str) -> Order:
+    pattern = "(t rh g) (u kt h c p) -> t u g kt c p rh h"
+    return Order(pattern, bits=_bits(dtype), rh=2, g=8, kt=4, h=2, c=4, p=2)
 
 
 def _bits(dtype: str) -> tuple[int, ...]:
@@ -143,28 +152,24 @@ def _bits(dtype: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _stored(scales: Array) -> Array:
-    """The S0E5M3 bytes of E4M3 bytes that are positive or 0."""
-    return _scaled(scales, 2.0**15) if is_torch(scales) else lookup(_STORED, scales)
+_NONE: Final = 0xFF
+_BYTES: Final = np.arange(256, dtype=np.uint8)
 
 
-def _read(stored: Array) -> Array:
-    """The inverse; of other bytes, any byte."""
-    return _scaled(stored, 2.0**-15) if is_torch(stored) else lookup(_READ, stored)
-
-
-def _scaled(a: Array, factor: float) -> Array:
+def _scaled(a: U8, factor: float) -> U8:
     """Bytes that are float16s but for the sign and the last 7 bits, multiplied; E4M3 bytes are that times 2^-8."""
-    if is_torch(a):
-        import torch
-
-        whole: Any = (a.to(torch.int16) << 7).view(torch.float16) * factor
-        return (whole.view(torch.int16) >> 7).to(torch.uint8)
     with np.errstate(over="ignore", invalid="ignore"):
         half = (a.astype(np.uint16) << 7).view(np.float16) * np.float16(factor)
     return (half.view(np.uint16) >> 7).astype(np.uint8)
 
 
-_NAN: Final = 0x7F
-_STORED: Final = _scaled(np.arange(256, dtype=np.uint8), 2.0**15)
-_READ: Final = _scaled(np.arange(256, dtype=np.uint8), 2.0**-15)
+def _inverse(stored: U8) -> U8:
+    """The E4M3 byte of each S0E5M3 byte; ``_NONE`` where there is none."""
+    read = np.full(256, _NONE, np.uint8)
+    read[stored[:0x7F]] = _BYTES[:0x7F]
+    return read
+
+
+_STORED: Final = _scaled(_BYTES, 2.0**15)
+"""The S0E5M3 byte of each E4M3 byte that is positive or 0."""
+_READ: Final = _inverse(_STORED)

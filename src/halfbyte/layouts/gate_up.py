@@ -143,12 +143,8 @@ class GateUp(Layout):
         moved, _ = self.rows.offsets((shape[-2], 1))
         return first[moved], second
 
-    def pack(self, weight: Packable) -> Packed:
-        self.check_kind(weight)
-        reason = self.needs(weight.shape) or self.refuse(weight)
-        if reason:
-            raise LayoutError(f"layout {self.name} cannot hold this weight: {reason}", got=weight.shape)
-        return Packed(self, weight.shape, self.layout.pack(self._in_order(weight)).buffers())
+    def place(self, weight: Packable) -> Packed:
+        return Packed(self, weight.shape, self.layout.place(self._in_order(weight)).buffers())
 
     def unpack(self, packed: Packed) -> Packable:
         weight = self.layout.unpack(Packed(self.layout, packed.shape, packed.buffers()))

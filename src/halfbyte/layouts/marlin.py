@@ -50,8 +50,9 @@ import numpy as np
 
 from halfbyte.errors import LayoutError
 from halfbyte.layouts.base import Layout, Packable, Packed, first_true
+from halfbyte.layouts.blocks import largest, present, recoded
 from halfbyte.layouts.order import Order
-from halfbyte.numerics import E4M3_MAX, E4M3_VALUES, U8, Array, encode_e4m3, is_torch, lookup
+from halfbyte.numerics import E4M3_MAX, E4M3_VALUES, U8, Array, encode_e4m3, is_torch
 from halfbyte.weight import LossyWarning, to_numpy, to_torch
 
 _EXPONENT = {"bfloat16": 126 - 7, "float16": 14 - 7}
@@ -119,12 +120,12 @@ class Marlin(Layout):
         if reason or self.scale_format == "e4m3" or self.lossy:
             return reason
         factor = self.factor(weight.scales)
-        lost = lookup(_held(factor, self.dtype), weight.scales) != weight.scales
-        if not bool(lost.any()):
+        held, found = _held(factor, self.dtype), present(weight.scales)
+        if (held[found] == found).all():
             return None
-        index = first_true(lost)
+        index = first_true(recoded(held, weight.scales) != weight.scales)
         byte = int(weight.scales[tuple(index)])
-        before, after = E4M3_VALUES[byte], E4M3_VALUES[_held(factor, self.dtype)[byte]]
+        before, after = E4M3_VALUES[byte], E4M3_VALUES[held[byte]]
         return (
             f"S0E5M3 with factor {factor:g} turns the block scale at {index} from {before:g} (byte {byte:02X}) into "
             f"{after:g}; use scale_format=e4m3 or lossy=True"
@@ -132,9 +133,11 @@ class Marlin(Layout):
 
     def factor(self, scales: Array) -> float:
         """The power of two that s0e5m3 scales are multiplied by, one for all experts."""
-        values = E4M3_VALUES[np.unique(to_numpy(scales))]
+        if self.dtype == "float16":
+            return 1.0
+        values = E4M3_VALUES[present(scales)]
         values = values[values > 0]
-        if self.dtype == "float16" or not values.size:
+        if not values.size:
             return 1.0
         if self.rule == "max":
             return float(2 ** np.floor(np.log2(E4M3_MAX / values.max())))
@@ -149,14 +152,14 @@ class Marlin(Layout):
         extra = np.array(factor, np.float32)
         if is_torch(weight.scales):
             extra = to_torch(extra, weight.scales.device)
-        return lookup(_encoding(factor, self.dtype), weight.scales), {"factor": extra}
+        return recoded(_encoding(factor, self.dtype), weight.scales), {"factor": extra}
 
     def from_stored(self, scales: Array, extras: Mapping[str, Array]) -> Array:
         if self.scale_format == "e4m3":
             return scales
         factor = float(extras["factor"])
-        read = lookup(_decoding(factor), scales)
-        if bool((read == 255).any()):
+        read = recoded(_decoding(factor), scales)
+        if largest(read) == 255:
             index = first_true(read == 255)
             byte = int(scales[tuple(index)])
             raise LayoutError(
@@ -182,7 +185,7 @@ class Marlin(Layout):
         return scale
 
     def _warn(self, weight: Packable, factor: float) -> None:
-        held = weight.replace(scales=lookup(_held(factor, self.dtype), weight.scales))
+        held = weight.replace(scales=recoded(_held(factor, self.dtype), weight.scales))
         before, after = (to_numpy(w.dequantize()).astype(np.float64) for w in (weight, held))
         error, total = np.linalg.norm(after - before), np.linalg.norm(before)
         if error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, Final
 
@@ -66,23 +67,23 @@ class Order:
     def __str__(self) -> str:
         return f"{self.pattern}  {', '.join(f'{name}={size}' for name, size in self.sizes)}".rstrip()
 
-    @property
+    @cached_property
     def axes(self) -> tuple[list[str], list[str]]:
         """The digits of N and of K, slowest first."""
         n, k = (group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", self.pattern.split("->")[0]))
         return n, k
 
-    @property
+    @cached_property
     def memory(self) -> list[str]:
         """The digits in memory order, slowest first."""
         return [d.removeprefix("-") for d in self.pattern.split("->")[1].split()]
 
-    @property
+    @cached_property
     def backwards(self) -> list[str]:
         """The digits that run backwards in memory."""
         return [d[1:] for d in self.pattern.split("->")[1].split() if d.startswith("-")]
 
-    @property
+    @cached_property
     def multiples(self) -> tuple[int, int]:
         """What N and K are padded to multiples of."""
         sizes = dict(self.sizes)

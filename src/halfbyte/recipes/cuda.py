@@ -15,12 +15,14 @@ from halfbyte.arrays import dtype_name
 from halfbyte.numerics import BLOCK, E2M1_MAX, Array
 from halfbyte.recipes.base import LARGEST_SCALE, Like, TensorScale
 
-WARPS: Final = 4
-PEAK_BLOCKS: Final = 256
-"""Blocks of a program that looks for the largest magnitude."""
-ENCODE_BLOCKS: Final = 128
-"""Blocks of a program that encodes."""
+PEAK: Final = 1024, 8
+"""Blocks and warps of a program that looks for the largest magnitude."""
+ENCODE: Final = 128, 2
+"""Those of one that encodes."""
+ENCODE_ANY: Final = 128, 4
+"""The same with a scale2 that is not moderate: its divisions take more registers."""
 
+_compiled: Final[dict[Any, Any]] = {}
 _KINDS: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
@@ -47,20 +49,21 @@ class _Rows(NamedTuple):
         return cls(dense.view(torch.int32 if dense.itemsize == 4 else torch.int16), kind, rows, stride, k)
 
     def launch(
-        self, kernel: Any, blocks: int, *arrays: Array, numbers: tuple[float, ...] = (), **constants: Any
+        self,
+        kernel: Any,
+        size: tuple[int, int],
+        *arrays: Array,
+        numbers: tuple[float, ...] = (),
+        constants: tuple[Any, ...] = (),
     ) -> None:
-        """Run one of the two kernels, on so many blocks a program."""
+        """Run one of the two kernels with so many blocks and warps a program."""
+        blocks, warps = size
         chunks = -(-self.k // (blocks * BLOCK))
-        with gpu.device_of(self.bits):
-            kernel[(self.rows * chunks,)](
-                *(self.bits, *arrays, self.stride, self.k, chunks, *numbers),
-                KIND=self.kind,
-                WHOLE=self.k % BLOCK == 0,
-                BLOCKS=blocks,
-                **constants,
-                num_warps=WARPS,
-                enable_fp_fusion=True,
-            )
+        fixed = self.kind, self.k % BLOCK == 0, blocks, *constants
+        args = self.bits, *arrays, self.stride, self.k, chunks, *numbers, *fixed
+        aligned = self.bits.data_ptr() % gpu.ALIGNED == 0
+        key = kernel, self.bits.device.index, aligned, self.stride, self.k, fixed, warps
+        gpu.launch(_compiled, key, kernel, self.rows * chunks, args, num_warps=warps, enable_fp_fusion=True)
 
 
 def amax(dense: Array) -> np.float32:
@@ -71,7 +74,7 @@ def amax(dense: Array) -> np.float32:
 
     top = torch.zeros(1, dtype=torch.int32, device=dense.device)
     if dense.numel():
-        _Rows.of(dense).launch(peak, PEAK_BLOCKS, top)
+        _Rows.of(dense).launch(peak, PEAK, top)
     return _float(top)
 
 
@@ -90,13 +93,12 @@ def encode(dense: Array, scale: TensorScale, like: Like) -> tuple[Array, Array] 
         divisor = np.float32(1) if scale.divisor is None else scale.divisor
         with np.errstate(over="ignore"):
             full = np.float32(E2M1_MAX) * scale.scale2
+        rule = 0 if like == "modelopt" else 1 if scale.divisor is None else 2
+        moderate = bool(2.0**-80 <= scale.scale2 <= 2.0**10)
         _Rows.of(dense).launch(
-            *(cuda_code.encode, ENCODE_BLOCKS, codes.view(torch.int32), scales, top),
+            *(cuda_code.encode, ENCODE if moderate else ENCODE_ANY, codes.view(torch.int32), scales, top),
             numbers=(float(scale.scale2), float(full), float(divisor)),
-            RULE=0 if like == "modelopt" else 1 if scale.divisor is None else 2,
-            FIXED=scale.fixed,
-            MODERATE=bool(2.0**-80 <= scale.scale2 <= 2.0**10),
-            INTERPRETED=device.type == "cpu",
+            constants=(rule, scale.fixed, moderate, device.type == "cpu"),
         )
     return None if scale.fixed and _float(top) > LARGEST_SCALE else (codes, scales)
 
