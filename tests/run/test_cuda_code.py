@@ -65,12 +65,13 @@ def moves(capability):
 def blocks(capability):
     """Bytes by a table, and codes without those of zero blocks."""
     from halfbyte.layouts import blocks
-    from halfbyte.layouts.blocks_kernel import recode, without_zeros
+    from halfbyte.layouts.blocks_kernel import peak, recode, without_zeros
 
     options = {"num_warps": blocks.WARPS}
     recoded = {"source": "*u8", "table": "*u8", "target": "*u8", "count": "i32"}
     words = {"codes": "*i64", "scales": "*u8", "target": "*i64", "count": "i32"}
     return {
+        "peak": Program(peak, {"source": "*u8", "target": "*i32", "count": "i32"}, {"SIZE": blocks.PEAK}, options),
         "recode": Program(recode, recoded, {"SIZE": blocks.SIZE}, options),
         "without zeros": Program(without_zeros, words, {"BLOCKS": blocks.BLOCKS}, options),
     }
