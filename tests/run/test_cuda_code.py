@@ -154,7 +154,7 @@ KERNELS = (
     Kernel("blocks", blocks, {80: Limit(80), 90: Limit(80)}, matrix=False),
     Kernel("encode", encodes, {80: Limit(176), 90: Limit(176)}, matrix=False),
     Kernel("decode", decodes, {80: Limit(40), 90: Limit(40)}, matrix=False),
-    Kernel("gluon-decode 8", decodes_and_multiplies(8), {90: Limit(80, 20)}, (90,)),
+    Kernel("gluon-decode 8", decodes_and_multiplies(8), {90: Limit(96, 20)}, (90,)),
     Kernel("gluon-decode 16", decodes_and_multiplies(16), {90: Limit(160, 14.5)}, (90,)),
 )
 
