@@ -206,11 +206,19 @@ class Code:
                 found.append((instructions, Loop(opcodes)))
         return [loop for own, loop in found if not any(other < own for other, _ in found)]
 
+    @cached_property
+    def main(self) -> list[Loop]:
+        """The loops, or, where there is none, what lies between the first and the last matrix instruction."""
+        places = [i for i, (_, _, opcode, _) in enumerate(self.instructions) if re.match(MATRIX, opcode)]
+        if self.loops or not places:
+            return self.loops
+        return [Loop(Counter(opcode for _, _, opcode, _ in self.instructions[places[0] : places[-1] + 1]))]
+
     def __str__(self) -> str:
         parts = [f"{self.registers} registers", f"{self.shared} B shared", f"{self.opcodes.total()} instructions"]
-        for loop in self.loops:
+        for loop in self.main:
             steps = f", {loop.per_matrix:.1f} for each of {loop.matrix} matrix" if loop.matrix else ""
-            parts.append(f"loop of {loop.instructions}{steps}, {loop.shuffles} SHFL")
+            parts.append(f"{'loop' if self.loops else 'main part'} of {loop.instructions}{steps}, {loop.shuffles} SHFL")
         return "; ".join([*parts, *([f"spills {self.spills}"] if self.spills else []), *self.warnings])
 
 

@@ -235,6 +235,8 @@ def _why(call: Call, kernel: Kernel[Any, Any]) -> str:
         first = pick(call.capability, call.shape, call.rows, call.dtype)[0].kernel == kernel.name
         n, k = found.shape
         best = "best" if first else "best of those that accept"
+        if call.dtype != found.dtype:
+            best += f" with {found.dtype}"
         return f"{best} on {found.measurement['gpu']} at {n}x{k}, measured {found.measurement['date']}"
     unknown = f"; nothing was measured for sm_{call.capability}" if call.capability else ""
     return f"first in the table that accepts{unknown}"
@@ -305,7 +307,7 @@ def _time(call: Call, kernel: Kernel[Any, Any], gpu: str | None) -> str:
 
 def _reached(call: Call, kernel: Kernel[Any, Any], found: Choice | None) -> float | None:
     """The part of the ceiling that was reached where this kernel was measured nearest to a call."""
-    if found is None or not found.microseconds or found.measurement["gpu"] not in CEILINGS:
+    if found is None or not found.microseconds or found.measurement["gpu"] not in CEILINGS or call.dtype != found.dtype:
         return None
     rows = min(found.microseconds, key=lambda m: abs(log2(m / max(1, call.rows))))
     measured = replace(call, shape=found.shape, rows=rows)

@@ -122,7 +122,8 @@ class TestFile:
         ("changes", "message"),
         [
             ({"measurement": "none"}, "KeyError: 'none'"),
-            ({"capability": None, "dtypes": None}, "TypeError: 'NoneType' object is not iterable"),
+            ({"capability": None, "dtypes": None}, "TypeError: cannot unpack non-iterable NoneType object"),
+            ({"dtypes": []}, "ValueError: not enough values to unpack (expected at least 1, got 0)"),
             ({"rows": [{"to": 4, "kernels": []}]}, "ValueError: rows do not go up to null: [4]"),
             (
                 {"rows": [{"to": to, "kernels": []} for to in (8, 4, None)]},
@@ -345,6 +346,15 @@ class TestPlans:
         assert planned(512).time.endswith("; 50.0 us expected")
         assert planned(512).refusals == (("few", "takes up to 16 tokens, not 512"),)
         assert planned(512).time.startswith(f"at least {1e6 * 2 * 512 * 4096**2 / 800e12:.1f} us on")
+
+    def test_another_dtype_than_what_was_measured(self, measured):
+        measured(entry([64, 64], (None, "few", {"warps": 8}, {"1": 3.5}), dtypes=["bfloat16", "float16"]))
+        assert planned().why == "best on NVIDIA H200 at 64x64, measured 2026-11-30"
+        other = planned(dtype="float16")
+        assert other.why == "best with bfloat16 on NVIDIA H200 at 64x64, measured 2026-11-30"
+        assert other.configuration == planned().configuration == "warps=8 tiles=1"
+        assert planned().time.endswith(" us expected")
+        assert other.time.endswith("; not measured")
 
     def test_the_best_declines(self, measured):
         measured(

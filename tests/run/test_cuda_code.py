@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 import portable
-from cuda_code import ARCHITECTURES, Code, Program
+from cuda_code import ARCHITECTURES, Code, Loop, Program
 from halfbyte.kernels.cuda.columns import Few, Many
 from halfbyte.kernels.cuda.decode import Decode
 from halfbyte.kernels.cuda.gemm import Gemm
@@ -24,7 +24,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 @dataclass(frozen=True)
 class Limit:
-    """The most registers of a thread, and the most instructions of a main loop for each of the matrix units'."""
+    """The most registers of a thread, and the most instructions of the main part for each of the matrix units'."""
 
     registers: int
     per_matrix: float | None = None
@@ -128,6 +128,32 @@ def decodes(capability):
     return programs
 
 
+def decodes_and_multiplies(rows):
+    """Of gluon-decode: what is chosen for so many rows, at the shape and with the dtypes that it is chosen for."""
+
+    def programs(capability):
+        from halfbyte.kernels.cuda import choices
+        from halfbyte.kernels.cuda.decode_gluon import NAME, configure, parts
+        from halfbyte.kernels.cuda.decode_gluon_code import decode
+        from halfbyte.layouts import Fragments
+        from helpers_run import call_like
+
+        found = {}
+        for entry in choices.entries():
+            for dtype in entry.dtypes:
+                of = {"shape": entry.shape, "rows": rows, "dtype": dtype, "out_dtype": dtype, "capability": capability}
+                call = call_like(device="cuda", layout=Fragments(dtype), per_row=True, **of)
+                if entry.capability == capability and choices.choice(call, NAME):
+                    made = configure(call)
+                    types, constants = parts(call, "float32", made)
+                    arguments = {name: kind.removesuffix(":16") for name, kind in types.items()}
+                    options = {"num_warps": made.warps} | ({"maxnreg": made.registers} if made.registers else {})
+                    found["{}x{} {}".format(*entry.shape, dtype)] = Program(decode, arguments, constants, options)
+        return found
+
+    return programs
+
+
 KERNELS = (
     Kernel("move", moves, {80: Limit(48), 90: Limit(48)}, matrix=False),
     Kernel("blocks", blocks, {80: Limit(80), 90: Limit(80)}, matrix=False),
@@ -137,6 +163,8 @@ KERNELS = (
     Kernel("triton-gemm", portable.programs(Gemm), {80: Limit(255, 14), 90: Limit(208, 54)}),
     Kernel("triton-columns-few", portable.programs(Few), {80: Limit(140, 48), 90: Limit(140, 48)}),
     Kernel("triton-columns-many", portable.programs(Many), {80: Limit(255, 16.5), 90: Limit(255, 96)}),
+    Kernel("gluon-decode 8", decodes_and_multiplies(8), {90: Limit(96, 20)}, (90,)),
+    Kernel("gluon-decode 16", decodes_and_multiplies(16), {90: Limit(160, 14.5)}, (90,)),
 )
 
 
@@ -160,13 +188,13 @@ def test_code(kernel, capability, name):
     assert code.warnings == []
     assert (code.stack, code.spills) == (0, 0), str(code)
     assert bool(code.matrix) == kernel.matrix, str(code)
-    assert [loop.shuffles for loop in code.loops] == [0] * len(code.loops), str(code)
+    assert [loop.shuffles for loop in code.main] == [0] * len(code.main), str(code)
     limit = kernel.limits.get(capability)
     if limit:
         assert code.registers <= limit.registers, str(code)
     if limit and limit.per_matrix:
-        assert code.loops, "no loop with a matrix instruction"
-        assert max(loop.per_matrix for loop in code.loops) <= limit.per_matrix, str(code)
+        assert code.main, "no matrix instruction"
+        assert max(loop.per_matrix for loop in code.main) <= limit.per_matrix, str(code)
 
 
 LISTING = """
@@ -233,6 +261,9 @@ def test_loops_inside_loops():
     )
     (loop,) = Code(LOG, outer, "", 0).loops
     assert (loop.instructions, loop.matrix) == (12, 1)
+    straight = LISTING.replace("@P0 BRA", "@P0 IADD3").replace("@P3 BRA", "@P3 IADD3")
+    (part,) = Code(LOG, straight, "", 0).main
+    assert part == Loop(Counter({"HMMA.16816.F32.BF16": 2, "IADD3": 1}))
     (loop,) = Code(LOG, outer.replace("HMMA.16816.F32.BF16", "FADD"), "", 0).loops
     assert (loop.instructions, loop.matrix) == (12, 0)
     spilled = Code(LOG, LISTING.replace("STG.E desc", "STL.64 desc"), "", 0)

@@ -94,6 +94,7 @@ def on_gpu(layout, dtype, n=272, k=1088):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @each_way
 class TestOnGpu:
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
     @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
     def test_compiled(self, layout, dtype, mode):
         layer, activations = on_gpu(layout, dtype)

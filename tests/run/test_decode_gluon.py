@@ -13,9 +13,18 @@ import torch
 
 import halfbyte as hb
 from cuda_code import Program, compile_ahead, count
+from halfbyte.errors import NoKernelError
 from halfbyte.kernels import LinearArgs
 from halfbyte.kernels.cuda import decode_gluon
-from halfbyte.kernels.cuda.decode_gluon import GLUON, Decode, constants, decode_code, scale_code, signature
+from halfbyte.kernels.cuda.decode_gluon import (
+    CONFIGURATIONS,
+    GLUON,
+    Decode,
+    constants,
+    decode_code,
+    scale_code,
+    signature,
+)
 from halfbyte.kernels.cuda.launch import options_of
 from halfbyte.layouts import Fragments, Rows
 from halfbyte.layouts.fragments import FACTOR
@@ -103,7 +112,7 @@ def test_every_unit_is_multiplied_once_and_none_is_read_beyond_the_last():
         for warps in (1, 2, 4, 8, 16):
             for ahead in (1, 2, 3, 4, 8):
                 for unroll in (4, 16, 64):
-                    made = Decode(warps=warps, ahead=ahead, unroll=unroll)
+                    made = Decode(warps=warps, ahead=ahead, prefetch=unroll, unroll=unroll)
                     held = constants((16, 64 * units), 1, "bfloat16", per_row=False, bias=False, made=made)
                     steps, looped = -(-units // warps), held["L"] * held["D"]
                     assert 1 <= held["D"] <= steps
@@ -112,6 +121,9 @@ def test_every_unit_is_multiplied_once_and_none_is_read_beyond_the_last():
                         assert steps > unroll
                         assert (looped + held["D"]) * warps <= units
                     assert steps - looped <= max(unroll, 2 * held["D"] + 1)
+                    begun = held["D"] * warps
+                    assert held["P"] == 0 or begun + held["P"] == min(units, made.prefetch)
+                    assert held["P"] >= 0
 
 
 def test_tiles_are_no_more_than_the_weight_has():
@@ -136,6 +148,7 @@ def accepted(**changes):
         ({"dtype": "float16"}, "reads the layout fragments(dtype=float16), not fragments(dtype=bfloat16)"),
         ({"dtype": "float32"}, "takes bfloat16 or float16 activations, not float32"),
         ({"shape": (3, 32, 64)}, "takes one matrix (N, K), not expert axes (3,)"),
+        ({"shape": (32, 70)}, "takes a K that is a multiple of 16, not 70"),
         ({"pre_scale": True}, "multiplies activations as they come, without a pre_scale"),
         ({"rows": 17}, "takes up to 16 tokens, not 17"),
         ({"aligned": False}, "takes codes and scales that begin at multiples of 16 bytes; clone the buffers"),
@@ -144,6 +157,15 @@ def accepted(**changes):
 def test_refusals(changes, reason):
     assert GLUON.refuse(accepted()) == ()
     assert reason in GLUON.refuse(accepted(**changes))
+
+
+@needs_triton
+def test_the_true_k_of_a_weight_whose_last_block_is_padded_is_refused():
+    """Activations of the true K lie too near to each other for whole blocks of them to be read."""
+    packed = hb.pack(random_weight(40, 70), Fragments())
+    assert packed.shape == (40, 70)
+    with pytest.raises(NoKernelError, match="gluon-decode: takes a K that is a multiple of 16, not 70"):
+        hb.plan("linear", packed, rows=1, device="cuda:sm_90")
 
 
 @needs_triton
@@ -259,7 +281,7 @@ CODES = [
     ({"rows": 16, "made": Decode(warps=8, ahead=4), "shape": (4096, 4096)}, 96, 12.0),
     ({"dtype": "float16", "out_dtype": "float32", "bias": True, "per_row": False}, 64, 17.5),
     ({"shape": (28672, 8192), "made": Decode(unroll=8)}, 72, 17.5),
-    ({"shape": (100, 4096 + 48), "made": Decode(tiles=2)}, 104, 16.5),
+    ({"shape": (100, 4096 + 48), "made": Decode(tiles=2, prefetch=1000, unroll=64)}, 104, 16.5),
 ]
 
 
@@ -281,6 +303,9 @@ def test_machine_code(case, registers, per_step):
     assert inside / len(matrix) <= per_step
     first = [opcodes[i] for i in loads if i < wait]
     assert sorted(first) == sorted(["LDG.E.EF.128", "LDG.E.EF.U16"] * held["R"] * held["D"])
+    asked = [int(n) for n in re.findall(r"bulk.prefetch.L2.global \[\S+\], (\d+);", code.ptx)]
+    assert asked == [512 * held["P"], 64 * held["P"]] * (held["R"] if held["P"] else 0)
+    assert count(code.opcodes, "UBLKPF") == len(asked)
     assert not [opcode for opcode in opcodes if opcode.startswith("LDG.E.EF") and opcode[9:] not in ("128", "U16")]
 
 
@@ -303,18 +328,16 @@ def result(args, made=None):
     return args.out
 
 
-CONFIGURATIONS = [
-    Decode(warps=8, ahead=3),
+OTHERS = [
+    Decode(warps=8, ahead=3, prefetch=1000),
     Decode(warps=16, ahead=4, unroll=16),
-    Decode(warps=4, tiles=2, ahead=2),
+    Decode(warps=4, tiles=2, ahead=2, prefetch=20),
     Decode(warps=2, ahead=8, unroll=4),
-    Decode(warps=8, tiles=4, ahead=1, unroll=2),
+    Decode(warps=8, tiles=4, ahead=1, unroll=2, prefetch=9),
 ]
-SAME = [
-    replace(CONFIGURATIONS[0], **fields)
-    for fields in ({"tiles": 2}, {"tiles": 4, "ahead": 1}, {"ahead": 5, "unroll": 2}, {"registers": 64})
-]
-"""They have the warps of the first."""
+"""Beside those that are chosen, with more warps, loops or tiles."""
+EVERY = [*CONFIGURATIONS, *OTHERS]
+RAGGED = (100, 4096 + 48)
 
 # N, K, configuration, dtypes of activations, results and bias, scale2 per row
 RESULTS = [
@@ -323,11 +346,11 @@ RESULTS = [
     ((4096, 40), 512, None, "bfloat16", "float32", "float32", False),
     ((33, 257), 14336, None, "float16", "float32", None, True),
     ((33,), 28672, None, "bfloat16", "bfloat16", "bfloat16", False),
-    ((40, 1), 80, CONFIGURATIONS[0], "float16", "bfloat16", "float32", True),
-    ((100, 17), 1088, CONFIGURATIONS[1], "bfloat16", "float16", None, True),
-    ((17, 257), 4144, CONFIGURATIONS[2], "float16", "float16", "bfloat16", False),
-    ((100, 64), 4144, CONFIGURATIONS[3], "bfloat16", "float32", None, True),
-    ((257, 100), 1088, CONFIGURATIONS[4], "float16", "bfloat16", None, False),
+    ((40, 1), 80, OTHERS[0], "float16", "bfloat16", "float32", True),
+    ((100, 17), 1088, OTHERS[1], "bfloat16", "float16", None, True),
+    ((17, 257), 4144, OTHERS[2], "float16", "float16", "bfloat16", False),
+    ((100, 64), 4144, OTHERS[3], "bfloat16", "float32", None, True),
+    ((257, 100), 1088, OTHERS[4], "float16", "bfloat16", None, False),
 ]
 
 
@@ -343,9 +366,10 @@ def programs():
             "float32",
             None,
         )
-    for made in [*CONFIGURATIONS[:3], *SAME]:
-        for rows in (8, 16) if made in CONFIGURATIONS else (8,):
-            yield accepted(shape=(100, 4144), rows=rows, out_dtype="float32"), "float32", made
+    for made in EVERY:
+        for dtype, rows in (("bfloat16", 8), ("bfloat16", 16), ("float16", 8)):
+            of = {"dtype": dtype, "layout": Fragments(dtype), "out_dtype": "float32"}
+            yield accepted(shape=RAGGED, rows=rows, **of), "float32", made
     yield accepted(shape=(64, 512), rows=8, out_dtype="float32"), "float32", None
     yield accepted(shape=(512, 512), rows=4), "float32", None
     yield accepted(shape=(4096, 4096)), "float32", None
@@ -401,9 +425,9 @@ class TestOnGpu:
             rows.append(result(LinearArgs(x=eye[i : i + 16], weight=packed, bias=None, out=out)))
         np.testing.assert_array_equal(to_numpy(torch.cat(rows)).T, weight.dequantize("float32"))
 
-    @pytest.mark.parametrize("made", CONFIGURATIONS[:3], ids=str)
+    @pytest.mark.parametrize("made", OTHERS[:3], ids=str)
     def test_a_row_does_not_depend_on_the_others(self, made):
-        _, args = arguments(100, 4096 + 48, 16, out_dtype="float32", device="cuda")
+        _, args = arguments(*RAGGED, 16, out_dtype="float32", device="cuda")
         whole = result(args, made).clone()
         for rows in range(1, 17):
             for at in range(17 - rows):
@@ -414,12 +438,22 @@ class TestOnGpu:
         other = result(replace(args, x=x, out=torch.empty_like(whole)), made)
         assert (other != whole).any(1).tolist() == [i == 5 for i in range(16)]
 
-    def test_the_same_warps_give_the_same_bytes(self):
-        _, args = arguments(100, 4096 + 48, 5, out_dtype="float32", device="cuda")
-        whole = result(args, CONFIGURATIONS[0]).clone()
-        for made in SAME:
-            args.out.fill_(float("nan"))
-            assert torch.equal(result(args, made), whole)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_every_configuration_is_right_and_the_same_warps_give_the_same_bytes(self, dtype):
+        weight, args = arguments(*RAGGED, 16, dtype, "float32", None, "cuda", scales=(40, 60))
+        args = replace(args, x=guarded(args.x, float("nan"))[1], weight=replace_buffers(args.weight))
+        expected, magnitude = exact_linear(to_numpy(args.x).astype(np.float64), weight)
+        bound = 1.01 * ((RAGGED[1] + 24) * 2.0**-23 + 2.0**-24) * magnitude
+        first = {}
+        for made in EVERY:
+            for rows in (16, 5) if dtype == "bfloat16" else (5,):
+                poisoned, out = guarded(torch.empty(rows, RAGGED[0], device="cuda"), float("nan"))
+                got = result(replace(args, x=args.x[:rows], out=out), made)
+                assert torch.equal(got, first.setdefault(made.warps, got)[:rows]), (made, rows)
+                assert torch.isnan(poisoned).sum() == poisoned.numel() - out.numel()
+        assert sorted(first) == [2, 4, 8, 16]
+        for got in first.values():
+            assert (abs(to_numpy(got) - expected[: len(got)]) <= bound[: len(got)]).all()
 
     def test_a_nan_stays_in_its_row(self):
         _, args = arguments(64, 512, 8, out_dtype="float32", device="cuda")

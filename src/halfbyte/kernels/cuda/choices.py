@@ -9,6 +9,7 @@
                  {"to": null, "kernels": [...]}]}]}
 
 ``shape`` is (N, K); each entry of ``rows`` holds from the last one's ``to`` + 1 to its own, and null is without end.
+The first of ``dtypes`` was measured; the others have its choices, and no times.
 A weight takes the entry whose shape is nearest: the least |log2| of the ratio of their sizes N * K plus half the
 |log2| of the ratio of their N / K. Nothing is measured at run time.
 """
@@ -41,6 +42,7 @@ class Choice:
         configuration: fields of the kernel's configuration that are not its default's.
         microseconds: measured, by the number of rows.
         shape: (N, K) of the weight that was measured.
+        dtype: of the activations that were measured.
         measurement: what was measured where, as in ``PROVENANCE``.
     """
 
@@ -48,6 +50,7 @@ class Choice:
     configuration: dict[str, Any] = field(hash=False)
     microseconds: dict[int, float] = field(hash=False)
     shape: tuple[int, int]
+    dtype: str
     measurement: dict[str, str] = field(hash=False)
 
 
@@ -74,6 +77,7 @@ def read(path: Path) -> tuple[_Entry, ...]:
 
 def _entry(held: dict[str, Any], measurements: dict[str, dict[str, str]]) -> _Entry:
     n, k = held["shape"]
+    measured, *others = held["dtypes"]
     ends = [span["to"] for span in held["rows"]]
     if ends[-1] is not None or None in ends[:-1] or ends[:-1] != sorted(set(ends[:-1])):
         raise ValueError(f"rows do not go up to null: {ends}")
@@ -81,10 +85,11 @@ def _entry(held: dict[str, Any], measurements: dict[str, dict[str, str]]) -> _En
     def choices(span: dict[str, Any]) -> Iterator[Choice]:
         for one in span["kernels"]:
             times = {int(rows): float(us) for rows, us in one.get("microseconds", {}).items()}
-            yield Choice(one["kernel"], one["configuration"], times, (n, k), measurements[held["measurement"]])
+            measurement = measurements[held["measurement"]]
+            yield Choice(one["kernel"], one["configuration"], times, (n, k), measured, measurement)
 
     spans = tuple((span["to"], tuple(choices(span))) for span in held["rows"])
-    return _Entry(held["capability"], tuple(held["dtypes"]), (n, k), spans)
+    return _Entry(held["capability"], (measured, *others), (n, k), spans)
 
 
 @functools.cache

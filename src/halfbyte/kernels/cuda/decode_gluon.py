@@ -17,8 +17,10 @@ and a bias adds 2^-24. With one-hot activations y is the decoded weight, bit for
 
 The code is compiled for K: a model has few. What is read, and how far ahead, is then known in it.
 
-The weight is read from global memory as it lies, ``ahead`` units of each warp before they are multiplied. x of rows
-that do not exist is that of the last one, and never stored.
+The weight is read from global memory as it lies, ``ahead`` units of each warp before they are multiplied; units after
+those, up to ``prefetch`` of a tile, are asked for into L2 at the start. x of rows that do not exist is that of the last
+one, and never stored. K is a multiple of 16: what a unit has beyond it is a weight of 0, by the layout, times 0 where x
+is not read; the true K of a weight whose last block is padded is refused.
 
 **The first units are read before the kernel ahead has ended** (programmatic dependent launch): x, scale2, bias and out
 are touched only after ``griddepcontrol.wait``, but codes and scales may be asked for while that kernel still runs. That
@@ -41,7 +43,7 @@ from halfbyte.kernels.cuda import choices
 from halfbyte.kernels.cuda.launch import Program, program, why_not
 from halfbyte.layouts import Fragments
 from halfbyte.layouts.fragments import FACTOR, SCALE, STEPS
-from halfbyte.numerics import Array
+from halfbyte.numerics import BLOCK, Array
 
 NAME: Final = "gluon-decode"
 MOST_ROWS: Final = 16
@@ -61,21 +63,46 @@ class Decode:
         warps: of a program, among which k is split.
         tiles: of 16 features, of a program.
         ahead: units of each warp and tile that are on their way.
-        unroll: steps of a warp, at most, that are not a loop.
+        prefetch: units of a tile, at most, that are on their way at the start: those of ``ahead`` to registers, the
+            others to L2.
+        unroll: units of a warp, of all its tiles, at most, that are not a loop.
         registers: of a thread, at most; None leaves it to the compiler.
     """
 
     warps: int = 4
     tiles: int = 1
     ahead: int = 5
+    prefetch: int = 0
     unroll: int = 32
     registers: int | None = None
 
 
 FEW: Final = Decode()
 """The default for up to 8 tokens."""
-MANY: Final = Decode(tiles=2, ahead=3, unroll=16)
+MANY: Final = Decode(tiles=2, ahead=3)
 """The default for 9 to 16 tokens."""
+CONFIGURATIONS: Final = (
+    FEW,
+    MANY,
+    Decode(warps=2, tiles=4, ahead=1),
+    Decode(warps=4, tiles=1, ahead=2),
+    Decode(warps=4, tiles=1, ahead=5, prefetch=32),
+    Decode(warps=4, tiles=1, ahead=6),
+    Decode(warps=4, tiles=1, ahead=6, prefetch=32),
+    Decode(warps=4, tiles=1, ahead=6, prefetch=64),
+    Decode(warps=4, tiles=2, ahead=4),
+    Decode(warps=8, tiles=1, ahead=2, prefetch=32),
+    Decode(warps=8, tiles=1, ahead=3, prefetch=64, registers=64),
+    Decode(warps=8, tiles=1, ahead=3, prefetch=128),
+    Decode(warps=8, tiles=1, ahead=4),
+    Decode(warps=8, tiles=1, ahead=4, prefetch=64),
+    Decode(warps=8, tiles=1, ahead=5, prefetch=64),
+    Decode(warps=8, tiles=1, ahead=6),
+    Decode(warps=8, tiles=1, ahead=6, prefetch=64),
+    Decode(warps=8, tiles=2, ahead=2),
+    Decode(warps=8, tiles=2, ahead=3),
+)
+"""All that are chosen."""
 
 
 def decode_code(dtype: str) -> str:
@@ -131,12 +158,14 @@ def constants(
     units = -(-k // UNIT)
     steps = -(-units // made.warps)
     ahead = min(made.ahead, steps)
-    loops = max(0, units // made.warps // ahead - 1) if steps > made.unroll else 0
+    r = tiles(n, made)
+    loops = max(0, units // made.warps // ahead - 1) if steps * r > made.unroll else 0
     return {
         "K": k,
-        "R": tiles(n, made),
+        "R": r,
         "D": ahead,
         "L": loops,
+        "P": max(0, min(made.prefetch, units) - ahead * made.warps),
         "NB": 8 if rows <= 8 else 16,
         "PER_ROW": per_row,
         "BIAS": bias,
@@ -173,6 +202,8 @@ def refuse(call: Call) -> tuple[str, ...]:
         reasons.append(f"takes {' or '.join(STEPS)} activations, not {call.dtype}")
     if len(call.shape) != 2:
         reasons.append(f"takes one matrix (N, K), not expert axes {call.shape[:-2]}")
+    if call.shape[-1] % BLOCK:
+        reasons.append(f"takes a K that is a multiple of {BLOCK}, not {call.shape[-1]}")
     if call.pre_scale:
         reasons.append("multiplies activations as they come, without a pre_scale")
     if call.rows > MOST_ROWS:

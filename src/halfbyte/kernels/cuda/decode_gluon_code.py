@@ -97,6 +97,19 @@ def _activations(
     return gl.convert_layout(x.reshape(W, 64, NB), B, assert_trivial=True)
 
 
+@gluon.constexpr_function
+def _prefetch_code(nbytes):
+    ask = f"@first cp.async.bulk.prefetch.L2.global [$1], {nbytes};"
+    return "{ .reg .pred first; mov.u32 $0, %tid.x; setp.eq.u32 first, $0, 0; " + ask + " }"
+
+
+@gluon.jit
+def _prefetch(at, BYTES: gl.constexpr):
+    """One thread asks for so many bytes, a multiple of 16 as the address is, to come to L2."""
+    CODE: gl.constexpr = _prefetch_code(BYTES)
+    gl.inline_asm_elementwise(CODE, "=r,l", [at.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def decode(
     codes_ptr,
@@ -111,6 +124,7 @@ def decode(
     R: gl.constexpr,
     D: gl.constexpr,
     L: gl.constexpr,
+    P: gl.constexpr,
     NB: gl.constexpr,
     PER_ROW: gl.constexpr,
     BIAS: gl.constexpr,
@@ -134,6 +148,7 @@ def decode(
         R: tiles of a program.
         D: units of each warp and tile on their way ahead of the one that is multiplied.
         L: runs of D units that are a loop; what is left is unrolled.
+        P: units of each tile, behind the D of all warps, that are asked for into L2; there are so many.
         NB: 8 or 16.
         PER_ROW: scale2 has N values.
         BIAS: a bias is added.
@@ -182,6 +197,11 @@ def decode(
         else:
             codes = codes + (gl.load(codes_at + j * W * 128, mask=j * W + cw < UNITS, other=0, eviction_policy=KEEP),)
             scales = scales + (gl.load(scales_at + j * W * 32, mask=j * W + sw < UNITS, other=0, eviction_policy=KEEP),)
+    if P:
+        for r in gl.static_range(R):
+            ahead = (tile + r).to(gl.int64) * UNITS + D * W
+            _prefetch(codes_ptr + ahead * 128, P * 512)
+            _prefetch(scales_ptr + ahead * 32, P * 64)
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
