@@ -255,7 +255,7 @@ def _successors(instructions: Sequence[tuple[list[str], str, str, str]]) -> list
             meets[operands.split(",")[0].strip()] = targets[0]
             targets = []
         elif name == "BSYNC":
-            targets = [meets[re.split(r"[\s;]", operands)[0]]]
+            targets = [meets[re.split(r"[; ]", operands)[0]]]
             goes_on = bool(predicate)
         elif name == "BRA":
             goes_on = bool(predicate) or opcode != "BRA" or not operands.startswith("`(")

@@ -197,11 +197,12 @@ def check_blocks(device: str) -> int:
     count, rng = 0, np.random.default_rng(0)
     table = rng.permutation(256).astype(np.uint8)
     there = to_torch(table, device)
-    for size in (1, blocks.SIZE - 1, blocks.SIZE, 3 * blocks.SIZE + 5):
+    for size in (1, blocks.SIZE - 1, blocks.SIZE, 3 * blocks.SIZE + 5, 2 * blocks.PEAK, blocks.PEAK + 1):
         whole = rng.integers(0, 256, size + 1, np.uint8)
         for first in (0, 1):
             moved = to_torch(whole, device)[first : first + size]
             assert_same_bytes(blocks.recode(there, moved), table[whole[first : first + size]])
+            assert int(blocks.peak(moved)) == whole[first : first + size].max()
             count += 1
     for shape in ((1, 1), (7, 33), (2, 3, blocks.BLOCKS)):
         scales = rng.integers(0, 4, shape, np.uint8)

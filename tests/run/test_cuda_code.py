@@ -65,12 +65,13 @@ def moves(capability):
 def blocks(capability):
     """Bytes by a table, and codes without those of zero blocks."""
     from halfbyte.layouts import blocks
-    from halfbyte.layouts.blocks_kernel import recode, without_zeros
+    from halfbyte.layouts.blocks_kernel import peak, recode, without_zeros
 
     options = {"num_warps": blocks.WARPS}
     recoded = {"source": "*u8", "table": "*u8", "target": "*u8", "count": "i32"}
     words = {"codes": "*i64", "scales": "*u8", "target": "*i64", "count": "i32"}
     return {
+        "peak": Program(peak, {"source": "*u8", "target": "*i32", "count": "i32"}, {"SIZE": blocks.PEAK}, options),
         "recode": Program(recode, recoded, {"SIZE": blocks.SIZE}, options),
         "without zeros": Program(without_zeros, words, {"BLOCKS": blocks.BLOCKS}, options),
     }
@@ -162,7 +163,7 @@ KERNELS = (
     Kernel("triton-gemm", portable.programs(Gemm), {80: Limit(250, 12), 90: Limit(200, 46)}),
     Kernel("triton-columns-few", portable.programs(Few), {80: Limit(140, 48), 90: Limit(140, 48)}),
     Kernel("triton-columns-many", portable.programs(Many), {80: Limit(255, 16.5), 90: Limit(255, 96)}),
-    Kernel("gluon-decode 8", decodes_and_multiplies(8), {90: Limit(80, 20)}, (90,)),
+    Kernel("gluon-decode 8", decodes_and_multiplies(8), {90: Limit(96, 20)}, (90,)),
     Kernel("gluon-decode 16", decodes_and_multiplies(16), {90: Limit(160, 14.5)}, (90,)),
 )
 

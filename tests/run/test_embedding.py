@@ -285,6 +285,7 @@ class TestOnAGpu:
     def test_as_dequantized(self):
         assert gpu_codecs.check_embedding("cuda") == 12
 
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
     @pytest.mark.parametrize("layout", [Rows(), Fragments(), Fragments("float16")], ids=lambda layout: layout.key)
     def test_public(self, layout):
         packed = layout.pack(weight().torch("cuda"))
@@ -311,11 +312,12 @@ class TestOnAGpu:
         )
         assert torch.equal(compiled(ids.cuda()).cpu().view(torch.int16), y.view(torch.int16))
 
+    @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")  # torch's own
     def test_nothing_waits_for_the_device(self):
         packed, ids = hb.pack(weight().torch("cuda")), torch.tensor([1, N], device="cuda")
         hb.embedding(ids, packed)
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             hb.embedding(ids, packed)
         finally:
             torch.cuda.set_sync_debug_mode("default")

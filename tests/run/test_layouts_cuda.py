@@ -59,7 +59,7 @@ def test_as_numpy_in_the_interpreter():
 
 @needs_triton
 def test_blocks_as_numpy_in_the_interpreter():
-    assert gpu_codecs.interpreted("blocks") == ["11"]
+    assert gpu_codecs.interpreted("blocks") == ["15"]
 
 
 def test_what_is_compiled_is_kept_by_its_key():
@@ -143,7 +143,7 @@ def test_without_triton(monkeypatch):
 @needs_triton
 @needs_gpu
 def test_as_numpy_on_a_gpu():
-    assert gpu_codecs.check_blocks("cuda") == 11
+    assert gpu_codecs.check_blocks("cuda") == 15
     assert moves.check_all("cuda", random=100) > 150
     moves.check_wide("cuda")
     assert moves.check_golden("cuda") == 17

@@ -14,6 +14,8 @@ from halfbyte.numerics import U8, Array, is_torch, lookup
 
 SIZE: Final = 2048
 """Bytes that a program recodes."""
+PEAK: Final = 8192
+"""Bytes of which a program looks for the largest."""
 BLOCKS: Final = 1024
 """Blocks whose codes a program copies."""
 WARPS: Final = 4
@@ -23,7 +25,23 @@ _compiled: Final[dict[Any, Any]] = {}
 
 def largest(scales: Array) -> int:
     """The largest byte, 0 where there are none; of a GPU this waits for it, once."""
-    return int(scales.max()) if prod(scales.shape) else 0
+    if not prod(scales.shape):
+        return 0
+    return int(peak(scales) if _by_triton(scales) else scales.max())
+
+
+def peak(scales: Array) -> Array:
+    """The same by Triton, as a tensor (1,) i32."""
+    import torch
+
+    from halfbyte.layouts.blocks_kernel import peak as kernel
+
+    scales = gpu.aligned(scales)
+    made = torch.zeros(1, dtype=torch.int32, device=scales.device)
+    count = scales.numel()
+    key = kernel, scales.device.index, count >> 31 > 0
+    gpu.launch(_compiled, key, kernel, -(-count // PEAK), (scales, made, count, PEAK), num_warps=WARPS)
+    return made
 
 
 def present(scales: Array) -> U8:

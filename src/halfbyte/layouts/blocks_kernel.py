@@ -28,6 +28,25 @@ def recode(source, table, target, count, SIZE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
+def peak(source, target, count, SIZE: tl.constexpr):
+    """The largest of bytes.
+
+    Args:
+        source: (count,) u8.
+        target: (1,) i32, at most the largest byte at first.
+        count: of bytes.
+        SIZE: bytes of a program.
+    """
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    at = tl.arange(0, SIZE)
+    if first + SIZE <= count:
+        found = tl.max(tl.load(source + first + at).to(tl.int32), axis=0)
+    else:
+        found = tl.max(tl.load(source + first + at, mask=first + at < count, other=0).to(tl.int32), axis=0)
+    tl.atomic_max(target, found)
+
+
+@triton.jit(do_not_specialize=["count"])
 def without_zeros(codes, scales, target, count, BLOCKS: tl.constexpr):
     """Copy the codes of blocks, as 0 where the block's scale is 0.
 
