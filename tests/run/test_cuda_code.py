@@ -161,7 +161,7 @@ KERNELS = (
     Kernel("decode", decodes, {80: Limit(40), 90: Limit(40)}, matrix=False),
     Kernel("triton-decode", portable.programs(Decode), {80: Limit(80, 36), 90: Limit(80, 36)}),
     Kernel("triton-gemm", portable.programs(Gemm), {80: Limit(250, 12), 90: Limit(200, 46)}),
-    Kernel("triton-columns-few", portable.programs(Few), {80: Limit(140, 48), 90: Limit(140, 48)}),
+    Kernel("triton-columns-few", portable.programs(Few), {80: Limit(140, 48), 90: Limit(172, 48)}),
     Kernel("triton-columns-many", portable.programs(Many), {80: Limit(255, 16.5), 90: Limit(255, 96)}),
     Kernel("gluon-decode 8", decodes_and_multiplies(8), {90: Limit(96, 20)}, (90,)),
     Kernel("gluon-decode 16", decodes_and_multiplies(16), {90: Limit(160, 14.5)}, (90,)),
