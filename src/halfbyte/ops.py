@@ -166,7 +166,7 @@ def compute(x: Array, packed: Packed, bias: Array | None, out_dtype: Any) -> Arr
     kernel = select(LinearArgs, args.call())
     if not k:
         out[...] = 0 if bias is None else bias
-    elif rows:
+    elif rows and n:
         kernel.run(args)
     return out.reshape(*lead, n)
 
