@@ -128,7 +128,18 @@ def test_every_unit_is_multiplied_once_and_none_is_read_beyond_the_last():
 
 def test_tiles_are_no_more_than_the_weight_has():
     made = Decode(tiles=4)
-    assert [decode_gluon.tiles(n, made) for n in (1, 16, 17, 33, 48, 49, 64, 65, 10**6)] == [1, 1, 2, 2, 2, 4, 4, 4, 4]
+    assert [decode_gluon.tiles(n, made) for n in (0, 1, 16, 17, 33, 48, 49, 64, 65, 10**6)] == [
+        1,
+        1,
+        1,
+        2,
+        2,
+        2,
+        4,
+        4,
+        4,
+        4,
+    ]
 
 
 def accepted(**changes):

@@ -185,8 +185,8 @@ def parts(call: Call, bias_dtype: str, made: Decode) -> tuple[dict[str, str], di
 
 
 def tiles(n: int, made: Decode) -> int:
-    """Of a program: as configured, or what a narrow weight has."""
-    return min(made.tiles, 1 << (-(-n // TILE)).bit_length() - 1)
+    """Of a program: as configured, or what a narrow weight has; 1 where it has none."""
+    return min(made.tiles, 1 << max(1, -(-n // TILE)).bit_length() - 1)
 
 
 def configure(call: Call) -> Decode:
