@@ -93,7 +93,10 @@ def linear(
         packed = as_packed(w)
         return traced(x, packed.key, packed.shape, packed.buffers(), bias, out_dtype)
     if type(w) is Packed:
-        known = w.memo.get(key_of(x, bias, out_dtype))
+        try:
+            known = w.memo.get(key_of(x, bias, out_dtype))
+        except AttributeError:  # x or bias is no array, which check_arrays says
+            known = None
         if known is not None:
             y: Array | None = known(x, bias)
             if y is not None:

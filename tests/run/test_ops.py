@@ -110,6 +110,12 @@ class TestRemembered:
         with pytest.raises(UsageError):
             hb.linear(x, packed, activations(47))
 
+    @pytest.mark.parametrize(("which", "wrong"), [("x", [0.0] * 64), ("x", None), ("bias", [0.0] * 48)])
+    def test_what_is_no_array_is_named(self, which, wrong):
+        arrays = {"x": activations(1, 64), "bias": activations(48)} | {which: wrong}
+        with pytest.raises(UsageError, match=f"{which} is of the wrong type: got {type(wrong).__name__}"):
+            hb.linear(arrays["x"], hb.pack(weight()), arrays["bias"])
+
     def test_a_bias_on_another_device_is_refused_after_a_right_one(self):
         packed, x = hb.pack(weight()).to("cpu"), torch.from_numpy(activations(1, 64))
         hb.linear(x, packed, torch.ones(48))
