@@ -159,6 +159,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("not measured: torch sees no CUDA GPU")
     rows = []
     for shape in SHAPES:
         print(f"{shape[0]} x {shape[1]}")

@@ -76,6 +76,8 @@ def codecs(shape: tuple[int, int], dtype: str, device: str) -> Iterator[str]:
 
 def main(device: str = "cuda") -> int:
     """Run all; the exit status."""
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("not run: torch sees no CUDA GPU")
     done: list[str] = []
     for layout, shape, rows, dtype, beside in cases():
         done += case(layout, shape, rows, dtype, beside, device)

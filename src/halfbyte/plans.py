@@ -207,11 +207,12 @@ def _place(device: Any) -> tuple[str, int, str | None]:
     """Of a device: its kind, and for a GPU the compute capability and torch's name, as far as they are known."""
     kind, _, which = str(device).partition(":")
     if kind != "cuda":
+        _check_device(str(device))
         return kind, 0, None
     if which.startswith("sm_") and which[3:].isdecimal():
         return kind, int(which[3:]), None
     if which and not which.isdecimal():
-        raise UsageError("unknown device", got=str(device), expected="such as cuda, cuda:0 or cuda:sm_90")
+        raise _unknown(str(device))
     try:
         import torch
     except ImportError:
@@ -220,6 +221,23 @@ def _place(device: Any) -> tuple[str, int, str | None]:
         return kind, 0, None
     index = int(which) if which else torch.cuda.current_device()
     return kind, capability(index), torch.cuda.get_device_name(index)
+
+
+def _check_device(device: str) -> None:
+    if device == "cpu":
+        return
+    try:
+        import torch
+    except ImportError:
+        return
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise _unknown(device) from error
+
+
+def _unknown(device: str) -> UsageError:
+    return UsageError("unknown device", got=device, expected="such as cpu, cuda, cuda:0 or cuda:sm_90")
 
 
 def _refusals(kernel: Kernel[Any, Any], call: Any) -> tuple[tuple[str, str], ...]:
@@ -238,7 +256,7 @@ def _why(call: Call, kernel: Kernel[Any, Any]) -> str:
         if call.dtype != found.dtype:
             best += f" with {found.dtype}"
         return f"{best} on {found.measurement['gpu']} at {n}x{k}, measured {found.measurement['date']}"
-    unknown = f"; nothing was measured for sm_{call.capability}" if call.capability else ""
+    unknown = f"; nothing was measured for it on sm_{call.capability}" if call.capability else ""
     return f"first in the table that accepts{unknown}"
 
 

@@ -17,8 +17,10 @@ import torch
 
 from checkpoints import environment
 from halfbyte import jit
+from halfbyte.errors import NoKernelError
 from halfbyte.kernels import LinearArgs
 from halfbyte.kernels.cpu import exact, panels
+from halfbyte.layouts import Fragments
 from halfbyte.numerics import BLOCK, decode_e2m1, decode_e4m3
 from halfbyte.ops import linear, pack, plan
 from halfbyte.weight import Weight, float_dtype, to_numpy, to_torch
@@ -306,6 +308,14 @@ def test_scales_that_are_nan_or_negative_go_to_the_reference(dtype, byte):
         scales[1, 2] = 0x38
         if library == "torch":
             assert plan("linear", packed, rows=3, dtype=dtype).kernel == fastest(dtype)
+
+
+def test_scales_are_told_of_in_the_layout_rows_only():
+    """Another layout's bytes of scales say nothing about them."""
+    w = random_weight(32, 64)
+    with pytest.raises(NoKernelError, match="reads the layout rows") as caught:
+        plan("linear", Fragments().pack(w), rows=1, dtype="float32")
+    assert "block scales" not in str(caught.value)
 
 
 def test_each_says_what_it_does_not_take():

@@ -370,7 +370,9 @@ class TestPlans:
     def test_another_than_what_was_measured(self, measured):
         measured(entry([64, 64], (None, "many", {}, {})))
         assert planned(device="cuda:sm_80").kernel == "few"
-        assert planned(device="cuda:sm_80").why == "first in the table that accepts; nothing was measured for sm_80"
+        assert (
+            planned(device="cuda:sm_80").why == "first in the table that accepts; nothing was measured for it on sm_80"
+        )
         assert planned(device="cuda:sm_80").time == "unknown: no ceilings of a GPU of sm_80 are known"
         refused = planned(device="cuda:sm_75")
         assert (refused.kernel, refused.ranges) == ("reference-torch", ((1, None, "reference-torch"),))
@@ -424,11 +426,11 @@ class TestPlans:
         assert (missing.kernel, missing.call.capability, missing.ranges, missing.time) == ("reference-torch", 0, (), "")
         assert missing.refusals[0] == ("few", "needs an NVIDIA GPU, and torch sees none")
 
-    @pytest.mark.parametrize("device", ["cuda:first", "cuda:sm_", "cuda:sm_9x", "cuda:-1"])
+    @pytest.mark.parametrize("device", ["cuda:first", "cuda:sm_", "cuda:sm_9x", "cuda:-1", "gpu", "cpu:x", "", None])
     def test_unknown_devices(self, device):
         with pytest.raises(UsageError) as caught:
             planned(device=device)
-        assert str(caught.value) == f"unknown device: got {device}, expected such as cuda, cuda:0 or cuda:sm_90"
+        assert str(caught.value) == f"unknown device: got {device}, expected such as cpu, cuda, cuda:0 or cuda:sm_90"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

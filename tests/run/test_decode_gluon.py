@@ -158,6 +158,7 @@ def accepted(**changes):
         ({"layout": Fragments("float16")}, "reads the layout fragments(dtype=bfloat16), not fragments(dtype=float16)"),
         ({"dtype": "float16"}, "reads the layout fragments(dtype=float16), not fragments(dtype=bfloat16)"),
         ({"dtype": "float32"}, "takes bfloat16 or float16 activations, not float32"),
+        ({"dtype": "float32", "layout": Rows()}, "reads the layout fragments(dtype=bfloat16), not rows"),
         ({"shape": (3, 32, 64)}, "takes one matrix (N, K), not expert axes (3,)"),
         ({"shape": (32, 70)}, "takes a K that is a multiple of 16, not 70"),
         ({"pre_scale": True}, "multiplies activations as they come, without a pre_scale"),

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import types
@@ -14,6 +15,7 @@ from benchmarks import gpu, gpu_ahead, gpu_bounds, gpu_humming, gpu_report, gpu_
 from benchmarks.gpu_report import Case, Measured
 from benchmarks.gpu_subjects import Candidate, Result, Weights
 
+import halfbyte as hb
 from halfbyte.kernels.cuda.ceilings import CEILINGS
 
 H200 = CEILINGS["NVIDIA H200"]
@@ -377,6 +379,32 @@ def test_the_read_probe_reads_all_words():
     memory = torch.randint(-(2**31), 2**31 - 1, (37 * gpu_probe.BLOCK,), device="cuda").int()
     parts = gpu_probe.read(memory).cpu().numpy()
     assert np.bitwise_xor.reduce(parts) == np.bitwise_xor.reduce(memory.cpu().numpy())
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["scripts/gpu_check"], "not measured: torch sees no CUDA GPU\n"),
+        ([sys.executable, "scripts/gpu_ragged.py"], "not run: torch sees no CUDA GPU\n"),
+        pytest.param(
+            [sys.executable, "-m", "benchmarks.layouts_cuda"],
+            "not measured: torch sees no CUDA GPU\n",
+            marks=needs_triton,
+        ),
+    ],
+    ids=["gpu_check", "gpu_ragged", "layouts_cuda"],
+)
+def test_without_a_gpu_each_command_ends_with_one_line(command, said):
+    source = Path(hb.__file__).parents[1]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable, "PYTHONPATH": str(source)}
+    done = subprocess.run(command, cwd=gpu.ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+def test_gpu_check_tells_its_options():
+    done = subprocess.run(["scripts/gpu_check", "--help"], cwd=gpu.ROOT, capture_output=True, text=True, check=True)
+    assert "scripts/gpu_check [--sanitize] [OPTION of benchmarks.gpu ...]" in done.stdout
+    assert "#" not in done.stdout
 
 
 def test_all_gpu_tests_are_run():

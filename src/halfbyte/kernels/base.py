@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final, Generic, Literal, Protocol, TypeVar
 
 from halfbyte.arrays import dtype_name, float_dtype
 from halfbyte.errors import UnavailableError, UsageError
-from halfbyte.layouts import Layout, Packed
+from halfbyte.layouts import Layout, Packed, Rows
 from halfbyte.numerics import Array, is_torch
 
 Library = Literal["numpy", "torch"]
@@ -66,7 +66,7 @@ class Call:
         device: "cpu", "cuda", ...
         library: that of all arrays.
         bias: a bias is added.
-        odd_scales: some block scale is negative or NaN.
+        odd_scales: some block scale is negative or NaN; looked for on the CPU and in the layout rows only.
         capability: the compute capability of the GPU, 90 for sm_90; 0 on other devices, or where none is known.
         aligned: codes and scales begin at multiples of 16 bytes; looked for on a GPU only.
         whole: codes, scales and scale2 have no gaps; looked for on a GPU only.
@@ -120,7 +120,7 @@ class Call:
             device=device,
             library=library,
             bias=bias,
-            odd_scales=device == "cpu" and odd_scales(weight),
+            odd_scales=device == "cpu" and isinstance(weight.layout, Rows) and odd_scales(weight),
             capability=capability,
             aligned=device != "cuda" or all(_is_aligned(buffers[name]) for name in weight.layout.buffers),
             whole=device != "cuda" or all(_is_whole(buffers[name]) for name in (*weight.layout.buffers, "scale2")),

@@ -197,8 +197,9 @@ def configure(call: Call) -> Decode:
 def refuse(call: Call) -> tuple[str, ...]:
     """Why it declines a call."""
     reasons = list(why_not(call, least=90, most=90, gluon=True))
-    if call.layout != Fragments(call.dtype if call.dtype in STEPS else "bfloat16"):
-        reasons.append(f"reads the layout fragments(dtype={call.dtype}), not {call.layout.key}")
+    needed = Fragments(call.dtype if call.dtype in STEPS else "bfloat16")
+    if call.layout != needed:
+        reasons.append(f"reads the layout {needed.key}, not {call.layout.key}")
     if call.dtype not in STEPS:
         reasons.append(f"takes {' or '.join(STEPS)} activations, not {call.dtype}")
     if len(call.shape) != 2:
