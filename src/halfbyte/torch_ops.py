@@ -1,7 +1,7 @@
 """``linear`` as an operator of torch's, for ``torch.compile`` and ``torch.export``.
 
-The operator takes a weight as its layout's key and its buffers; what kernels remember of a weight is kept with the
-first of these for as long as that lives.
+The operator takes a weight as its layout's key and its buffers; what kernels remember of a weight is about its
+block scales, and kept with these for as long as they live.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def linear_op(
         (..., N).
     """
     packed = _checked(x, layout, n, k, names, buffers, bias)
-    memo = _memos.get(buffers[0])  # type: ignore[no-untyped-call]
+    owner = packed.buffers().get("scales", buffers[0])
+    memo = _memos.get(owner)  # type: ignore[no-untyped-call]
     if memo is None:
-        memo = _memos[buffers[0]] = packed.memo
+        memo = _memos[owner] = packed.memo
     packed.memo = memo
     y: Tensor = ops.compute(x, packed, bias, out_dtype)
     return y

@@ -12,6 +12,7 @@ import halfbyte as hb
 from halfbyte import nn, ops, remembered
 from halfbyte.errors import UsageError
 from halfbyte.kernels import KERNELS
+from halfbyte.layouts import Packed
 
 RNG = np.random.default_rng(7)
 
@@ -232,6 +233,17 @@ class TestCompile:
             linear_op(torch.empty(2, 64, device="meta"), *of, None, torch.float32)
         with pytest.raises(Exception, match="the last axis of x is not the weight's K"):
             torch.compile(nn.Linear(packed), fullgraph=True, backend="eager")(torch.ones(2, 50))
+
+    def test_two_weights_of_the_same_codes(self):
+        from halfbyte import torch_ops
+
+        x, packed = torch.from_numpy(activations(1, 64)), hb.pack(weight()).to("cpu")
+        held = packed.buffers()
+        negative = held | {"scales": held["scales"] | 0x80}
+        for buffers in (held, negative):
+            expected = hb.linear(x, Packed(packed.layout, packed.shape, buffers))
+            of = "rows", 48, 64, ",".join(buffers), list(buffers.values())
+            assert torch.equal(torch_ops.linear_op(x, *of, None, torch.float32), expected)
 
     def test_what_is_remembered_dies_with_the_weight(self):
         import gc
