@@ -93,7 +93,10 @@ def linear(
         packed = as_packed(w)
         return traced(x, packed.key, packed.shape, packed.buffers(), bias, out_dtype)
     if type(w) is Packed:
-        known = w.memo.get(key_of(x, bias, out_dtype))
+        try:
+            known = w.memo.get(key_of(x, bias, out_dtype))
+        except AttributeError:  # x or bias is no array, which check_arrays says
+            known = None
         if known is not None:
             y: Array | None = known(x, bias)
             if y is not None:
@@ -166,7 +169,7 @@ def compute(x: Array, packed: Packed, bias: Array | None, out_dtype: Any) -> Arr
     kernel = select(LinearArgs, args.call())
     if not k:
         out[...] = 0 if bias is None else bias
-    elif rows:
+    elif rows and n:
         kernel.run(args)
     return out.reshape(*lead, n)
 

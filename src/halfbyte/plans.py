@@ -52,7 +52,7 @@ class Plan:
         notes: what else costs time or memory.
         configuration: how the kernel runs; empty where there is one way.
         ranges: on a GPU (first M, last M or None, kernel and configuration) of all M; within one a row's result does
-            not depend on M, bit for bit.
+            not depend on M, bit for bit, but with reference-torch, whose order of sums is torch's.
         time: on a GPU what the call takes at the least, and what is expected.
         scratch_bytes: of memory beside the arrays, shared by all kernels of a stream.
     """

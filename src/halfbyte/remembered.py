@@ -28,7 +28,7 @@ _FORCED: Final[Any] = getattr(os.environ, "encodekey", str)("HALFBYTE_KERNEL")
 
 def key_of(x: Array, bias: Array | None, out_dtype: Any) -> Any:
     """All of a call on a weight that decides what is done, but for its gradient."""
-    how = None if bias is None else (bias.shape, bias.dtype)
+    how = None if bias is None else (bias.shape, bias.dtype, getattr(bias, "device", None))
     return x.shape, x.dtype, getattr(x, "device", None), how, out_dtype, forced_name()
 
 
@@ -45,7 +45,7 @@ def remember(x: Array, packed: Packed, bias: Array | None, out_dtype: Any, to: s
     n, k = packed.shape[-2:]
     rows = prod(x.shape[:-1])
     native = is_torch(x) or (x.dtype.isnative and (bias is None or bias.dtype.isnative))
-    if not (0 < rows <= _FEW_ROWS and k and native):
+    if not (0 < rows <= _FEW_ROWS and n and k and native):
         return
     args = LinearArgs(x=x.reshape(rows, k), weight=packed, bias=bias, out=empty((rows, n), to, x))
     kernel = select(LinearArgs, args.call())

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from checkpoints import environment
 from halfbyte import jit
@@ -155,6 +156,16 @@ def test_panels_decode_exactly(monkeypatch):
     monkeypatch.setenv("HALFBYTE_KERNEL", "cpu-panels")
     y = linear(to_torch(np.eye(600, dtype=np.float32)), pack(w.torch()))
     assert np.array_equal(to_numpy(y).T, exactly[:, :600])
+
+
+@needs_numba
+@pytest.mark.usefixtures("intel")
+def test_panels_are_exact_under_autocast(monkeypatch):
+    monkeypatch.setenv("HALFBYTE_KERNEL", "cpu-panels")
+    x, packed = to_torch(random_floats((128, 64), "float32")), pack(random_weight(32, 64).torch())
+    expected = linear(x, packed)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear(x, packed), expected)
 
 
 @needs_numba

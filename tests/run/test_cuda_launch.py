@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from halfbyte.errors import UnavailableError, UsageError
+from halfbyte.kernels import Call
 from halfbyte.kernels.cuda import launch
 from halfbyte.kernels.cuda.launch import compile_for, counters, program, unknown, untested, why_not, workspace
-from helpers_run import call_like
+from halfbyte.layouts import Packed
+from halfbyte.ops import pack
+from helpers_run import call_like, random_weight
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -337,12 +340,37 @@ def test_memory_of_a_capture_is_the_graphs_own(gpu):
         ({"capability": 100}, {"least": 90, "most": 90}, ("is for sm_90, not sm_100",)),
         ({"capability": 100}, {"least": 80, "most": 90}, ("is for sm_80 to sm_90, not sm_100",)),
         ({"aligned": False}, {}, ("takes codes and scales that begin at multiples of 16 bytes; clone the buffers",)),
+        ({"whole": False}, {}, ("takes codes, scales and scale2 without gaps; make the buffers contiguous",)),
     ],
 )
 def test_why_not(changes, needs, reasons, monkeypatch):
     monkeypatch.setattr(launch, "missing", lambda: None)
     call = call_like(**({"device": "cuda", "capability": 90} | changes))
     assert why_not(call, **needs) == reasons
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("strided", [None, "codes", "scales", "scale2"])
+def test_gaps_are_looked_for_in_all_that_kernels_read(strided):
+    packed = pack(random_weight(32, 64, per_row=True).torch(), "fragments")
+    buffers = {name: buffer.as_subclass(OnGpu) for name, buffer in packed.buffers().items()}
+    if strided:
+        buffers[strided] = torch.stack([buffers[strided]] * 2, -1)[..., 0].as_subclass(OnGpu)
+    call = Call.on(
+        Packed(packed.layout, packed.shape, buffers),
+        rows=1,
+        dtype="bfloat16",
+        out_dtype="bfloat16",
+        device="cuda",
+        library="torch",
+        bias=False,
+    )
+    assert (call.aligned, call.whole) == (True, strided is None)
 
 
 def test_triton_is_missing(monkeypatch):

@@ -113,16 +113,30 @@ def test_an_older_gpu_is_told_what_is_needed():
         hb.plan("linear", hb.pack(random_weight(64, 80), Fragments()), rows=64, device="cuda:sm_75")
 
 
-def test_configurations_follow_the_number_of_tokens():
-    made = [
-        gemm.configure(accepted(gemm, capability=80, shape=(4096, 4096), rows=m)) for m in (17, 32, 33, 64, 65, 9999)
-    ]
-    assert [one.tokens for one in made] == [32, 32, 64, 64, 128, 128]
-    assert [one.parts for one in made] == [4, 4, 4, 4, 1, 1]
+@pytest.mark.parametrize(
+    ("n", "tokens", "parts"),
+    [
+        (4096, [32, 32, 64, 64, 128, 128, 128], [4, 4, 4, 4, 2, 2, 1]),
+        (12800, [32, 32, 64, 64, 128, 128, 128], [2, 2, 2, 2, 1, 1, 1]),
+        (28672, [32, 32, 64, 64, 128, 128, 128], [1, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_configurations_follow_the_shape(n, tokens, parts):
+    calls = [accepted(gemm, capability=80, shape=(n, 4096), rows=m) for m in (1, 32, 33, 64, 65, 256, 257)]
+    made = [gemm.configure(call) for call in calls]
+    assert [one.tokens for one in made] == tokens
+    assert [one.parts for one in made] == parts
+    assert set(made) <= set(gemm.CONFIGURATIONS)
+
+
+def test_few_tokens_of_columns_go_another_way():
     assert isinstance(columns.configure(accepted(columns, capability=80, rows=16)), columns.Few)
     assert isinstance(columns.configure(accepted(columns, capability=80, rows=17)), columns.Many)
+
+
+def test_memory_for_sums_of_parts():
     call = accepted(gemm, capability=80, shape=(4096, 4096), rows=17)
-    assert gemm.scratch(call) == 4096 * 32 * 4 * 4 + 32 * 4
+    assert gemm.scratch(call) == 4096 * 32 * 4 * 4 + 64 * 4
     assert gemm.scratch(replace(call, rows=9999)) == 0
 
 

@@ -26,7 +26,7 @@ from halfbyte.kernels.cuda.decode_gluon import (
     signature,
 )
 from halfbyte.kernels.cuda.launch import options_of
-from halfbyte.layouts import Fragments, Rows
+from halfbyte.layouts import Fragments, Packed, Rows
 from halfbyte.layouts.fragments import FACTOR
 from halfbyte.weight import Weight, to_numpy
 from helpers_run import HALF_ULP, call_like, exact_linear, random_floats, random_weight
@@ -128,7 +128,18 @@ def test_every_unit_is_multiplied_once_and_none_is_read_beyond_the_last():
 
 def test_tiles_are_no_more_than_the_weight_has():
     made = Decode(tiles=4)
-    assert [decode_gluon.tiles(n, made) for n in (1, 16, 17, 33, 48, 49, 64, 65, 10**6)] == [1, 1, 2, 2, 2, 4, 4, 4, 4]
+    assert [decode_gluon.tiles(n, made) for n in (0, 1, 16, 17, 33, 48, 49, 64, 65, 10**6)] == [
+        1,
+        1,
+        1,
+        2,
+        2,
+        2,
+        4,
+        4,
+        4,
+        4,
+    ]
 
 
 def accepted(**changes):
@@ -251,6 +262,18 @@ def test_a_capture_with_no_finished_launch_before_it_holds_ordinary_ones(launche
     launches.capturing = True
     run(args.x, None, args.out)
     assert launches.kinds == ["ordinary"] * 4 + ["early"]
+
+
+def test_no_launch_starts_early_on_a_weight_whose_writes_are_not_counted(launches):
+    with torch.inference_mode():
+        _, args = arguments()
+        moved = {name: buffer.clone() for name, buffer in args.weight.buffers().items()}
+        args = replace(args, weight=Packed(args.weight.layout, args.weight.shape, moved))
+    run = decode_gluon.bind(args, Decode())
+    launches.finished = True
+    for _ in range(4):
+        run(args.x, None, args.out)
+    assert (launches.kinds, launches.recorded) == (["ordinary"] * 4, 0)
 
 
 def test_activations_at_odd_addresses_are_copied(launches):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte import nn
+from halfbyte import nn, ops, remembered
 from halfbyte.errors import UsageError
+from halfbyte.kernels import KERNELS
 
 RNG = np.random.default_rng(7)
 
@@ -106,6 +109,29 @@ class TestRemembered:
                 hb.linear(wrong, packed)
         with pytest.raises(UsageError):
             hb.linear(x, packed, activations(47))
+
+    @pytest.mark.parametrize(("which", "wrong"), [("x", [0.0] * 64), ("x", None), ("bias", [0.0] * 48)])
+    def test_what_is_no_array_is_named(self, which, wrong):
+        arrays = {"x": activations(1, 64), "bias": activations(48)} | {which: wrong}
+        with pytest.raises(UsageError, match=f"{which} is of the wrong type: got {type(wrong).__name__}"):
+            hb.linear(arrays["x"], hb.pack(weight()), arrays["bias"])
+
+    def test_a_bias_on_another_device_is_refused_after_a_right_one(self):
+        packed, x = hb.pack(weight()).to("cpu"), torch.from_numpy(activations(1, 64))
+        hb.linear(x, packed, torch.ones(48))
+        with pytest.raises(UsageError, match="bias and x are on two devices: got bias on meta, x on cpu"):
+            hb.linear(x, packed, torch.ones(48, device="meta"))
+
+    def test_no_kernel_runs_for_an_empty_result(self, monkeypatch):
+        def refused(*args):
+            raise AssertionError("a kernel ran")
+
+        chosen = replace(KERNELS[0], refuse=lambda call: (), launch=refused, bind=refused)
+        monkeypatch.setattr(ops, "select", lambda bundle, call: chosen)
+        monkeypatch.setattr(remembered, "select", lambda bundle, call: chosen)
+        for n, rows in ((0, 3), (48, 0)):
+            packed = hb.pack(weight()) if n else hb.pack(weight().rows(0, 0))
+            assert hb.linear(activations(rows, 64), packed).shape == (rows, n)
 
     def test_many_shapes_are_not_kept_for_ever(self):
         packed = hb.pack(weight())

@@ -69,6 +69,7 @@ class Call:
         odd_scales: some block scale is negative or NaN; looked for on the CPU and in the layout rows only.
         capability: the compute capability of the GPU, 90 for sm_90; 0 on other devices, or where none is known.
         aligned: codes and scales begin at multiples of 16 bytes; looked for on a GPU only.
+        whole: codes, scales and scale2 have no gaps; looked for on a GPU only.
 
     Raises:
         UsageError: a layout of another kind of weight.
@@ -88,6 +89,7 @@ class Call:
     odd_scales: bool = False
     capability: int = 0
     aligned: bool = True
+    whole: bool = True
 
     def __post_init__(self) -> None:
         check_kind(self.layout)
@@ -121,6 +123,7 @@ class Call:
             odd_scales=device == "cpu" and isinstance(weight.layout, Rows) and odd_scales(weight),
             capability=capability,
             aligned=device != "cuda" or all(_is_aligned(buffers[name]) for name in weight.layout.buffers),
+            whole=device != "cuda" or all(_is_whole(buffers[name]) for name in (*weight.layout.buffers, "scale2")),
         )
 
     def __str__(self) -> str:
@@ -279,6 +282,11 @@ def capability(index: int) -> int:
 def _is_aligned(a: Array) -> bool:
     """Whether a tensor on a GPU begins at a multiple of 16 bytes; others will, once they are there."""
     return not (is_torch(a) and a.is_cuda and a.data_ptr() % ALIGNED)
+
+
+def _is_whole(a: Array) -> bool:
+    """Whether a tensor on a GPU has no gaps; others will have none, once they are there."""
+    return not (is_torch(a) and a.is_cuda) or bool(a.is_contiguous())
 
 
 def library_of(a: Array) -> Library:

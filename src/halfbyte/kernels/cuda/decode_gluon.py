@@ -27,8 +27,9 @@ are touched only after ``griddepcontrol.wait``, but codes and scales may be aske
 is right where they were written long ago, and not where the kernel ahead writes them. So the first launch on a weight
 is an ordinary one, which starts after all that is ahead of it; an event behind it tells when that is over, and only
 launches from then on start early. What torch writes to the buffers later ends what is remembered of a weight, and it
-begins anew; so do CUDA graphs whose capture no finished launch precedes: they hold ordinary launches. Who writes
-codes or scales behind torch's back, by address, must wait for the device before the next call.
+begins anew; so do CUDA graphs whose capture no finished launch precedes: they hold ordinary launches. Of inference
+tensors torch does not count the writes, so no launch on those is early. Who writes codes or scales behind torch's
+back, by address or through ``.data``, must wait for the device before the next call.
 """
 
 from __future__ import annotations
@@ -184,8 +185,8 @@ def parts(call: Call, bias_dtype: str, made: Decode) -> tuple[dict[str, str], di
 
 
 def tiles(n: int, made: Decode) -> int:
-    """Of a program: as configured, or what a narrow weight has."""
-    return min(made.tiles, 1 << (-(-n // TILE)).bit_length() - 1)
+    """Of a program: as configured, or what a narrow weight has; 1 where it has none."""
+    return min(made.tiles, 1 << max(1, -(-n // TILE)).bit_length() - 1)
 
 
 def configure(call: Call) -> Decode:
@@ -226,6 +227,7 @@ def bind(args: LinearArgs, made: Decode | None = None) -> Callable[[Array, Array
         for pdl in (False, True)
     )
     written = _Written(device)
+    counted = not any(buffers[name].is_inference() for name in ("codes", "scales"))
 
     def run(x: Any, bias: Any, out: Any) -> None:
         if x.data_ptr() % ALIGNED:
@@ -236,7 +238,8 @@ def bind(args: LinearArgs, made: Decode | None = None) -> Callable[[Array, Array
             early(grid, values)
         else:
             ordinary(grid, values)
-            written.launched()
+            if counted:
+                written.launched()
 
     return run
 

@@ -11,8 +11,8 @@ depend on the other rows of x, and on M only through the configuration.
 The sums of parts take ``scratch`` bytes on the device, which all kernels share; the counters among them are 0 again
 after every launch. Products are exact and sums in f32, as of ``triton-decode``; p parts add p to K + 24 there.
 
-It is written in plain Triton: the tensor core's first operand is the weight, in registers where the compiler can
-(sm_90), and nothing moves between lanes. x of rows that do not exist is that of the last one; beyond K nothing is read.
+It is written in plain Triton: the tensor core's first operand is the weight, from registers on sm_90. For rows of x
+that do not exist others are read, and their results never stored; beyond K nothing is read.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from halfbyte.kernels.cuda.launch import Program, counters, program, workspace
 from halfbyte.numerics import Array
 
 NAME: Final = "triton-gemm"
-FILLED: Final = 128
-"""Programs that the default configuration has at least, where K allows it."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,9 @@ class Gemm:
 
     stripes: int = 8
     tokens: int = 64
-    units: int = 1
+    units: int = 2
     parts: int = 1
-    stages: int = 4
+    stages: int = 3
     warps: int = 4
     group: int = 8
 
@@ -58,8 +56,9 @@ class Gemm:
 CONFIGURATIONS: Final = tuple(
     Gemm(*fields)
     for fields in (
-        *((8, 64, 1, 1, 4, 4), (8, 32, 2, 2, 3, 4), (4, 32, 1, 4, 4, 4), (8, 64, 1, 2, 4, 4), (4, 64, 1, 4, 4, 4)),
-        *((8, 64, 2, 1, 3, 4), (8, 128, 1, 1, 4, 8), (4, 128, 1, 2, 3, 4)),
+        *((8, 64, 2, 1, 3, 4), (8, 64, 2, 2, 3, 4), (4, 64, 1, 4, 4, 4)),
+        *((8, 32, 2, 1, 3, 4), (8, 32, 2, 2, 3, 4), (4, 32, 1, 4, 4, 4)),
+        *((8, 128, 1, 1, 4, 8), (4, 128, 1, 2, 4, 4)),
     )
 )
 """Those that are tested. None has more than 64 sums in a lane: compilers got some of 128 wrong."""
@@ -94,19 +93,33 @@ def constants(call: Call, made: Gemm) -> dict[str, Any]:
         "STAGES": made.stages,
         "GROUP": made.group,
         "TAIL": call.shape[-1] % (UNIT * made.units) != 0,
+        "HIDDEN": hidden(call, made),
         **fragments.constants(call),
         **fragments.decoding(call.dtype),
     }
 
 
+def hidden(call: Call, made: Gemm) -> bool:
+    """Whether sums are hidden from the compiler between steps.
+
+    On sm_90 Triton from 3.7 on, and any where a lane has few sums, else emits wgmma that the assembler serialises.
+    """
+    few = TILE * made.stripes * made.tokens <= 16 * 32 * made.warps
+    return call.capability == 90 and (few or not fragments.wide())
+
+
 def configure(call: Call) -> Gemm:
-    """The configuration for a call."""
-    tokens = next((size for size in (32, 64) if call.rows <= size), 128)
-    stripes, warps = 8, 4 if tokens < 128 else 8
-    tiles, parts = -(-call.shape[-2] // (TILE * stripes)), 1
-    while tokens < 128 and parts < 4 and tiles * parts < FILLED:
-        parts *= 2
-    return choices.configured(call, NAME, Gemm(stripes=stripes, tokens=tokens, parts=parts, warps=warps))
+    """The configuration for a call; without choices the best of those that were measured on H200 at N 4096 to 28672."""
+    n, rows = call.shape[-2], call.rows
+    tokens = next((size for size in (32, 64) if rows <= size), 128)
+    if tokens == 128:
+        split = n < 12800 and rows <= 256
+        made = Gemm(stripes=4, tokens=128, units=1, parts=2, stages=4) if split else Gemm(8, 128, 1, 1, 4, 8)
+    elif n < 12800:
+        made = Gemm(stripes=4, tokens=tokens, units=1, parts=4, stages=4)
+    else:
+        made = Gemm(tokens=tokens, parts=1 if n >= 25600 else 2)
+    return choices.configured(call, NAME, made)
 
 
 def tiles_of(call: Call, made: Gemm) -> tuple[int, int]:

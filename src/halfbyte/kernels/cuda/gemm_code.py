@@ -1,9 +1,9 @@
 """Device code of ``halfbyte.kernels.cuda.gemm``, in plain Triton.
 
-The weight is the first operand, which sm_90 takes from registers: lane 4 g + kt of a warp has the four words of
-row g, row g + 8 and block kt as they lie, and both their scales. The tensor core's k runs in the order u, c, h, kt, p,
-so nothing moves between lanes; x is read in that order, two values at a time. With several parts of K, each writes its
-sums to its slot of ``sums``, and the last to come adds the slots in their order.
+The weight is the first operand, which sm_90 takes from registers: a lane decodes words as they lie, both their rows and
+halves of a block, with their scales, and the compiler moves what other lanes multiply through shared memory; k is in
+its natural order. With several parts of K, each writes its sums to its slot of ``sums``, and the last to come adds the
+slots in their order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _weights(words, both, T: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.conste
     scale1 = floats_of((((s >> 8) & 0xFF) << SCALE[0]) | SCALE[1], HALF, UP)[:, :, :, None, None]
     first = tl.join(pairs(w, 0, STEPS, HALF, UP) * scale0, pairs(w, 1, STEPS, HALF, UP) * scale1)
     second = tl.join(pairs(w, 2, STEPS, HALF, UP) * scale0, pairs(w, 3, STEPS, HALF, UP) * scale1)
-    w = tl.permute(tl.join(first, second), (0, 5, 1, 3, 6, 2, 4))  # T g kt c p rh h -> T rh g | c h kt p
+    w = tl.permute(tl.join(first, second), (0, 5, 1, 2, 6, 3, 4))  # T g kt c p rh h -> T rh g | kt h c p
     return tl.reshape(w, [16 * T, 64])
 
 
@@ -31,8 +31,8 @@ def _weights(words, both, T: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.conste
 def gemm(
     codes, scales, x, scale2, bias, out, sums, counts, M, N, K, share, parts_m,
     T: tl.constexpr, BM: tl.constexpr, U: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    TAIL: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr, FACTOR: tl.constexpr, UP: tl.constexpr,
-    STEPS: tl.constexpr, SCALE: tl.constexpr,
+    TAIL: tl.constexpr, HIDDEN: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr, FACTOR: tl.constexpr,
+    UP: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``out``, (BM, 16 T), or its sums over a part of K.
 
@@ -57,6 +57,7 @@ def gemm(
         STAGES: of the compiler's pipeline.
         GROUP: tiles along M that follow each other before N goes on.
         TAIL: whether K is no multiple of 64 U.
+        HIDDEN: whether sums pass a move that the compiler does not look into; see ``gemm.hidden``.
         PER_ROW: whether scale2 is (N,).
         BIAS: whether there is a bias.
         FACTOR: what sums are multiplied by beside scale2.
@@ -82,9 +83,8 @@ def gemm(
     words = codes + (stripe * units + start) * 128 + tl.arange(0, 128)[None, :]
     fours = scales + (stripe * units + start) * 16 + pair // 2
     token = tile_m * BM + tl.arange(0, BM)
-    place = tl.arange(0, 64)  # c h kt p
-    k = start * 64 + (place // 2 % 4 * 16 + place // 8 % 2 * 8 + place // 16 * 2 + place % 2)
-    x = x + tl.minimum(token, M - 1).to(tl.int64)[:, None] * K + k[None, :]
+    k = start * 64 + tl.arange(0, 64)
+    x = x + (token % M).to(tl.int64)[:, None] * K + k[None, :]
     total = tl.zeros([16 * T, BM], tl.float32)
     for i in tl.range(0, steps, num_stages=STAGES):
         for u in tl.static_range(U):
@@ -100,6 +100,10 @@ def gemm(
                 xs = tl.load(x + at * 64)
             both = four.to(tl.uint32, bitcast=True) >> (pair % 2 * 16)
             w = _weights(held, both, T, STEPS, SCALE, HALF, UP)
+            if HIDDEN:
+                total = tl.inline_asm_elementwise(
+                    "mov.b32 $0, $1;", "=r,r", [total], dtype=tl.float32, is_pure=False, pack=1
+                )
             total = tl.dot(w, tl.trans(widened(xs, UP)), total)
 
     rows = tile_n * (16 * T) + tl.arange(0, 16 * T)

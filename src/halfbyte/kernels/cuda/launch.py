@@ -49,6 +49,8 @@ def why_not(call: Call, *, least: int = 80, most: int | None = None, gluon: bool
         reasons.append(f"is for {span}, not sm_{call.capability}")
     if not call.aligned:
         reasons.append(f"takes codes and scales that begin at multiples of {ALIGNED} bytes; clone the buffers")
+    if not call.whole:
+        reasons.append("takes codes, scales and scale2 without gaps; make the buffers contiguous")
     lacking = missing() or (untested() if gluon else None)
     return (*reasons, lacking) if lacking else tuple(reasons)
 
