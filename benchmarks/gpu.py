@@ -34,6 +34,7 @@ from benchmarks.gpu_timing import Timed
 from benchmarks.timing import Figure, Row
 from halfbyte.kernels import KERNELS, LinearArgs
 from halfbyte.kernels.cuda.ceilings import CEILINGS
+from halfbyte.numerics import BLOCK
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = 5
@@ -260,8 +261,16 @@ def tests_pass() -> bool:
 
 
 def shape(text: str) -> tuple[int, int]:
-    n, k = text.split("x")
-    return int(n), int(k)
+    n, k = (int(size) for size in text.split("x"))
+    if n < 1 or k < 1 or k % BLOCK:
+        raise argparse.ArgumentTypeError(f"N is 1 or more and K a multiple of {BLOCK}, not {text}")
+    return n, k
+
+
+def tokens(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"1 or more, not {text}")
+    return int(text)
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -269,7 +278,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="four shapes; M = 1, 4, 8 and 16")
     parser.add_argument("--peers", action="store_true", help="cuBLAS and, where it is installed, Humming, too")
     parser.add_argument("--shapes", nargs="+", type=shape, help="NxK ...")
-    parser.add_argument("--rows", nargs="+", type=int, help="numbers of tokens")
+    parser.add_argument("--rows", nargs="+", type=tokens, help="numbers of tokens")
     parser.add_argument("--dtype", choices=tuple(gpu_bounds.ERROR), default="bfloat16", help="of activations")
     parser.add_argument("--megabytes", type=float, default=300, help="of copies that are rotated")
     parser.add_argument("--out", type=Path, help="a file for a line of JSON for each row")

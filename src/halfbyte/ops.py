@@ -41,16 +41,25 @@ def pack(weight: Packable, layout: Layout | str = "rows") -> Packed:
         layout: a Layout, or its key such as "rows"; for an Mxfp4Weight "columns(kind=mxfp4)" and the like.
 
     Raises:
+        UsageError: not a weight, or not a layout.
         LayoutError: an unknown layout, or a kind, shape or value that it cannot hold.
         WeightError: a null weight.
     """
     if not isinstance(weight, Weight | Mxfp4Weight):
         raise UsageError("not a weight", got=type(weight).__name__, expected="a Weight; see halfbyte.quantize")
+    if not isinstance(layout, Layout | str):
+        raise UsageError("not a layout", got=type(layout).__name__, expected="a Layout or its key, such as 'rows'")
     return (parse(layout) if isinstance(layout, str) else layout).pack(weight)
 
 
 def unpack(packed: Packed) -> Packable:
-    """The weight again, bit for bit."""
+    """The weight again, bit for bit; codes of zero blocks are 0 where the layout's ``zero_blocks`` is "canonical".
+
+    Raises:
+        UsageError: not a Packed.
+    """
+    if not isinstance(packed, Packed):
+        raise UsageError("not a packed weight", got=type(packed).__name__, expected="a Packed; see halfbyte.pack")
     return packed.unpack()
 
 

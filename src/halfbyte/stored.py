@@ -12,7 +12,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-from halfbyte.errors import FormatError
+from halfbyte.errors import FormatError, LayoutError
 
 DTYPE_BITS: Final[dict[str, int]] = {
     "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F32": 32, "U32": 32, "I32": 32,
@@ -92,9 +92,17 @@ class View(Stored):
         return all(getattr(step, "in_place", False) for step in self.steps)
 
     def make(self, raw: Any) -> Any:
-        """The bytes of the tensor, u8 of one axis, from those of its region."""
+        """The bytes of the tensor, u8 of one axis, from those of its region.
+
+        Raises:
+            LayoutError: bytes that a layout does not store, with the tensor's name.
+        """
         for step in self.steps:
-            raw = step(raw)
+            try:
+                raw = step(raw)
+            except LayoutError as error:
+                error.file, error.tensor = self.file, self.name
+                raise
         return np.ascontiguousarray(raw).reshape(-1).view(np.uint8)
 
     def place(self, index: Sequence[int]) -> list[int]:

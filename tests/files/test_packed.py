@@ -477,9 +477,21 @@ def test_a_factor_that_is_none(factor, tmp_path):
 
 
 def test_scales_that_no_weight_has(tmp_path):
+    """The error names their tensor, whichever command reads them."""
     path = packed_file(tmp_path / "x", {"m.proj.scales": np.full(64 * 2, 1, np.uint8)})
-    with pytest.raises(HalfbyteError, match="is no E4M3 number"):
+    with pytest.raises(HalfbyteError, match=r"m\.proj\.scales: .*is no E4M3 number"):
         halfbyte.verify(path)
+    src = make(tmp_path / "src", named("modelopt", "m.proj", nvfp4(16, 32)))
+    halfbyte.convert(src, tmp_path / "y", layout="fragments")
+    change = {"m.proj.scales": np.full(16 * 4, 0xFF, np.uint8)}
+    metadata = header_of(tmp_path / "y" / "model.safetensors")["__metadata__"]
+    save(tmp_path / "y" / "model.safetensors", tensors_of(tmp_path / "y") | change, metadata)
+    said = "model.safetensors: m.proj.scales: the stored block scale at [0, 0] is no positive E4M3 number: got byte FF"
+    for command in (["verify"], ["convert", "--to", "modelopt"], ["dequantize"], ["inspect", "--stats"]):
+        verb, *options = command
+        target = [tmp_path / "z"] if verb in ("convert", "dequantize") else []
+        check_failure(call(verb, tmp_path / "y", *target, *options), 2, said)
+    assert not (tmp_path / "z").exists()
 
 
 def test_a_second_scale_that_is_missing_is_a_finding(tmp_path):

@@ -144,6 +144,20 @@ def test_nothing_is_measured_on_red(monkeypatch):
         gpu.main(["--quick"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--shapes", "64x65"], "argument --shapes: N is 1 or more and K a multiple of 16, not 64x65"),
+        (["--shapes", "64"], "argument --shapes: invalid shape value: '64'"),
+        (["--rows", "1", "0"], "argument --rows: 1 or more, not 0"),
+    ],
+)
+def test_what_cannot_be_measured(arguments, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(["--device", "cpu", *arguments])
+    assert capsys.readouterr().err.endswith(f"error: {said}\n")
+
+
 def test_no_gpu_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="not measured: torch sees no CUDA GPU"):

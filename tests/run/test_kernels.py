@@ -365,6 +365,16 @@ class TestPack:
         with pytest.raises(LayoutError, match="unknown layout"):
             pack(random_weight(16, 16), "no_such_layout")
 
+    def test_what_is_none(self):
+        with pytest.raises(
+            UsageError, match=r"^not a layout: got NoneType, expected a Layout or its key, such as 'rows'$"
+        ):
+            pack(random_weight(16, 16), None)
+        with pytest.raises(
+            UsageError, match=r"^not a packed weight: got Weight, expected a Packed; see halfbyte\.pack$"
+        ):
+            unpack(random_weight(16, 16))
+
 
 @pytest.fixture
 def any_cpu(monkeypatch):
