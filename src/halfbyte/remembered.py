@@ -114,9 +114,10 @@ def _watched(packed: Packed) -> Callable[[], bool]:
 def _on_tensors(run: Callable[..., None], packed: Packed, shape: tuple[int, ...], like: Array) -> Call:
     import torch
 
-    dtype, device, make, allowed = like.dtype, like.device, torch.empty_strided, torch.is_grad_enabled
-    strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-    aligned = ALIGNED if device.type == "cuda" else 1
+    with torch.inference_mode(False):
+        pattern = torch.empty(1, dtype=like.dtype, device=like.device).expand(shape)  # holds one value
+    make, allowed = torch.empty_like, torch.is_grad_enabled
+    aligned = ALIGNED if like.is_cuda else 1
     unchanged = _watched(packed)
 
     def call(x: Array, bias: Array | None) -> Array | None:
@@ -126,7 +127,7 @@ def _on_tensors(run: Callable[..., None], packed: Packed, shape: tuple[int, ...]
             return None
         if not x.is_contiguous() or x.is_neg() or x.data_ptr() % aligned:
             x = contiguous(x)
-        out = make(shape, strides, dtype=dtype, device=device)
+        out = make(pattern)
         run(x, bias if bias is None else contiguous(bias), out)
         return out
 

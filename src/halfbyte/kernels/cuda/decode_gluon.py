@@ -230,10 +230,12 @@ def bind(args: LinearArgs, made: Decode | None = None) -> Callable[[Array, Array
     counted = not any(buffers[name].is_inference() for name in ("codes", "scales"))
 
     def run(x: Any, bias: Any, out: Any) -> None:
-        if x.data_ptr() % ALIGNED:
+        at = x.data_ptr()
+        if at % ALIGNED:
             x = x.clone()
+            at = x.data_ptr()
         added = None if bias is None else bias.data_ptr()
-        values = (codes, scales, scale2, x.data_ptr(), added, out.data_ptr(), rows, n)
+        values = (codes, scales, scale2, at, added, out.data_ptr(), rows, n)
         if written.over:
             early(grid, values)
         else:

@@ -112,15 +112,13 @@ class Program:
         if self.plainly:
             self._plain(grid, args)
             return
-        index, runtime = self._index, self._runtime
+        index, runtime, enter, leave = self._index, self._runtime, self._enter, self._exit
         if self._current() != index:
             import torch
 
             with torch.cuda.device(index):
                 self(grid, args)
-            return
-        enter, leave = self._enter, self._exit
-        if (
+        elif (
             enter.calls
             or leave.calls
             or runtime.launch_enter_hook is not enter
