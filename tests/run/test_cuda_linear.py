@@ -90,25 +90,38 @@ def on_gpu(layout, dtype, n=272, k=1088):
     return layer, lambda rows, seed=1: to_torch(random_floats((rows, k), dtype, seed), "cuda")
 
 
+COMPILED = [
+    ("rows", "float32", "default"),
+    ("fragments(dtype=bfloat16)", "bfloat16", "default"),
+    ("fragments(dtype=float16)", "float16", "reduce-overhead"),
+    ("columns(align=16)", "bfloat16", "reduce-overhead"),
+]
+"""With graphs and without; torch takes some ten seconds for each."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # likewise
+@pytest.mark.parametrize(("layout", "dtype", "mode"), COMPILED)
+def test_compiled(layout, dtype, mode):
+    layer, activations = on_gpu(layout, dtype)
+
+    def around(x):
+        return layer(2 * x) + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(around, fullgraph=True, mode=mode, dynamic=False)
+    for rows in (1, 3):
+        for seed in range(4):
+            x = activations(rows, seed)
+            assert torch.equal(compiled(x), around(x)), (rows, seed)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @each_way
 class TestOnGpu:
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
-    @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-    def test_compiled(self, layout, dtype, mode):
-        layer, activations = on_gpu(layout, dtype)
-
-        def around(x):
-            return layer(2 * x) + 1
-
-        torch._dynamo.reset()
-        compiled = torch.compile(around, fullgraph=True, mode=mode, dynamic=False)
-        for rows in (1, 3):
-            for seed in range(4):
-                x = activations(rows, seed)
-                assert torch.equal(compiled(x), around(x)), (rows, seed)
-
     def test_captured(self, layout, dtype):
         layer, activations = on_gpu(layout, dtype)
         held = activations(3)
