@@ -796,6 +796,7 @@ def test_every_code_has_a_test():
         "expert_twins",
         "convert_experts",
         "suspicion",
+        "packed",
     )
     text = "".join((Path(__file__).parent / f"test_{name}.py").read_text() for name in names)
     missing = [code for code in CODES if code not in re.findall(r"HB\d+", text)]
