@@ -94,7 +94,7 @@ def _launch(args: LinearArgs) -> None:
 
 def _refuse(call: Call) -> tuple[str, ...]:
     reasons = list(why_not_rows(call))
-    if call.library != "torch":  # NumPy's own BLAS waits for Numba's threads: 4 to 20 times slower
+    if call.library != "torch":  # NumPy's own BLAS waits for Numba's threads, which wait for work
         reasons.extend(why_not_torch(call.library))
     if call.rows < FEWEST:
         reasons.append(f"is for {FEWEST} tokens and more, not {call.rows}")
