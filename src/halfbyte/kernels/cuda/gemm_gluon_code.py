@@ -213,16 +213,16 @@ def combine(acc, sums, counts, split, part, parts, R: gl.constexpr, NB: gl.const
     MMA: gl.constexpr = acc.type.layout
     n = gl.arange(0, 16 * R, layout=gl.SliceLayout(1, MMA))[:, None]
     m = gl.arange(0, NB, layout=gl.SliceLayout(0, MMA))[None, :]
-    at = (n // 64) * (64 * NB) + (n % 16 // 8 * 4 + n % 64 // 16) * 64 + n % 8 * 8 + (m // 8 * 512 + m % 8)
-    base = sums + split.to(gl.int64) * parts * (16 * R * NB)
-    gl.store(base + part * (16 * R * NB) + at, acc)
+    at = sums + split.to(gl.int64) * parts * (16 * R * NB)
+    at = at + ((n % 64 // 16) * 64 + n % 8 * 8) + m % 8 + (n // 64) * (64 * NB) + n % 16 // 8 * 256 + m // 8 * 512
+    gl.store(at + part * (16 * R * NB), acc)
     together()
     before = gl.atomic_add(counts + split, 1, sem="acq_rel")
     last = before == parts - 1
     if last:
-        acc = gl.load(base + at, cache_modifier=".cg")
+        acc = gl.load(at, cache_modifier=".cg")
         for i in range(1, parts):
-            acc += gl.load(base + i * (16 * R * NB) + at, cache_modifier=".cg")
+            acc += gl.load(at + i * (16 * R * NB), cache_modifier=".cg")
         gl.store(counts + split, 0)
     return acc, last
 
