@@ -16,7 +16,7 @@ BASE = ("errors", "findings", "numerics", "stored", "patterns", "jit", "gpu")
 MEANING = (*BASE, "arrays", "kinds", "weight")
 FILES = (*MEANING, "recipes", "layouts")
 STACKS = ("modules", "experts", "reading")
-RUN = (*MEANING, "layouts", "kernels")
+RUN = (*MEANING, "lossy", "layouts", "kernels")
 ARROWS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "jit": ("errors",),
@@ -73,7 +73,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "tiers",
     ),
     "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
-    "kernels": (*MEANING, "layouts", "decode_cuda", "decode_cuda_code", "vectors", "decode_code"),
+    "kernels": (*MEANING, "lossy", "layouts", "decode_cuda", "decode_cuda_code", "vectors", "decode_code"),
     "tiers": RUN,
     "operands": RUN,
     "int8_ops": (*RUN, "lossy", "operands"),
@@ -106,6 +106,7 @@ CHAINS = {
         "attention": {"base", "attention_base", "fmha_llm", "fmha_vit"},
         "reference": {"base"},
         "int8": {"base"},
+        "fp8": {"base"},
         "embedding": {"base"},
     },
     "kernels.cpu": {
@@ -123,7 +124,7 @@ CHAINS = {
 In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention.
 What ends in _code is loaded only to run."""
 
-CUDA = {"choices", "launch", "fragments"}
+CUDA = {"choices", "launch", "fragments", "fp8_quantize"}
 """In kernels.cuda: what every kernel may import, beside its own device code, the file of its name and _code."""
 
 EXECUTORS = {
@@ -218,7 +219,7 @@ def test_no_star_imports_and_no_registering_decorators(file):
             ]
 
 
-NO_KERNELS = ("base", "compiled", "drawing", "choices", "ceilings", "launch")
+NO_KERNELS = ("base", "compiled", "drawing", "choices", "ceilings", "launch", "fp8_quantize", "fp8_quantize_code")
 TABLES = {"layouts": "LAYOUTS", "recipes": "RECIPES", "dialects": "DIALECTS", "kernels": "KERNELS"}
 
 
