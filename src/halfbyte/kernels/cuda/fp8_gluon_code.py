@@ -26,14 +26,11 @@ from halfbyte.kernels.cuda.gemm_gluon_code import (
 
 
 @gluon.constexpr_function
-def bytes_layout(R, U, W):
-    """Of (R, U, 2, 8, 4, 4) bytes: tile, unit, half of kt, g, c, byte; a lane's four are a register."""
-    register = [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 2], [0, 0, 1, 0, 0, 0]]
-    register += [[0, i, 0, 0, 0, 0] for i in _bits(1, U)] + [[i, 0, 0, 0, 0, 0] for i in _bits(W, R)]
-    lane = [[0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 2, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 2, 0, 0], [0, 0, 0, 4, 0, 0]]
-    return gl.DistributedLinearLayout(
-        register, lane, [[i, 0, 0, 0, 0, 0] for i in _bits(1, W)], [], [R, U, 2, 8, 4, 4]
-    )
+def bytes_layout(R, W):
+    """Of (R, 8, 4, 4) bytes: tile, g, c, byte; a lane's four are a register."""
+    register = [[0, 0, 0, 1], [0, 0, 0, 2], *([i, 0, 0, 0] for i in _bits(W, R))]
+    lane = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
+    return gl.DistributedLinearLayout(register, lane, [[i, 0, 0, 0] for i in _bits(1, W)], [], [R, 8, 4, 4])
 
 
 @gluon.jit
@@ -47,18 +44,23 @@ def load(ring, box, R: gl.constexpr, U: gl.constexpr):
 @gluon.jit
 def _four(word, L: gl.constexpr):
     """A word beside each of the four bytes that it becomes."""
-    return gl.convert_layout(word, gl.SliceLayout(5, L), assert_trivial=True).expand_dims(5)
+    return gl.convert_layout(word, gl.SliceLayout(3, L), assert_trivial=True).expand_dims(3)
 
 
 @gluon.jit
-def decoded(words, scales, shift, R: gl.constexpr, U: gl.constexpr, ROUND: gl.constexpr, A: gl.constexpr):
-    """(16 R, 64 U) of E4M3, as the operand A; of each 16 k position 4 c + j holds k = 2 c + (0, 8, 1, 9)[j]."""
-    L: gl.constexpr = bytes_layout(R, U, gl.num_warps())
-    even, odd = gl.split(words.reshape(R, U, 8, 2, 2, 4).permute(0, 1, 3, 2, 5, 4))  # t u v g c, of kt = 2 v and after
-    scales = scales.reshape(R, U, 8, 2).permute(0, 1, 3, 2)  # t u v g
-    scales = gl.convert_layout(scales, gl.SliceLayout(4, even.type.layout), assert_trivial=True).expand_dims(4)
+def decoded(even, odd, scales, shift, R: gl.constexpr, ROUND: gl.constexpr, A: gl.constexpr):
+    """(16 R, 32) of E4M3, as the operand A; of each 16 k position 4 c + j holds k = 2 c + (0, 8, 1, 9)[j].
+
+    Args:
+        even: (R, 8, 4), tile, g, c, the words of the first 16 k.
+        odd: of the others.
+        scales: (R, 8) words of their scales.
+        shift: 2^16.
+    """
+    L: gl.constexpr = bytes_layout(R, gl.num_warps())
+    scales = gl.convert_layout(scales, gl.SliceLayout(2, even.type.layout), assert_trivial=True).expand_dims(2)
     scales, even = gl.broadcast(scales, even)
-    shift = gl.full([R, U, 2, 8, 4, 4], 0, gl.int32, L) + shift
+    shift = gl.full([R, 8, 4, 4], 0, gl.int32, L) + shift
     scales, shift = gl.broadcast(_four(scales, L), shift)
     even, shift = gl.broadcast(_four(even, L), shift)
     odd, shift = gl.broadcast(_four(odd, L), shift)
@@ -70,9 +72,39 @@ def decoded(words, scales, shift, R: gl.constexpr, U: gl.constexpr, ROUND: gl.co
         is_pure=True,
         pack=4,
     )
-    w = gl.join(gl.join(a, b), gl.join(c, d))  # t u v g c j rh e
-    w = w.permute(0, 6, 3, 1, 2, 7, 4, 5)  # t rh g | u v e c j
-    return gl.convert_layout(w.reshape(16 * R, 64 * U), A, assert_trivial=True)
+    w = gl.join(gl.join(a, b), gl.join(c, d))  # t g c j rh e
+    w = w.permute(0, 4, 1, 5, 2, 3)  # t rh g | e c j
+    return gl.convert_layout(w.reshape(16 * R, 32), A, assert_trivial=True)
+
+
+@gluon.jit
+def _step(
+    words, scales, x, acc, shift, R: gl.constexpr, U: gl.constexpr, ROUND: gl.constexpr, A: gl.constexpr
+):  # fmt: skip
+    """acc and the products of a stage, on their way: while the units multiply 32 k the next are decoded."""
+    even, odd = gl.split(words.reshape(R, U, 8, 2, 2, 4).permute(0, 2, 5, 1, 3, 4))  # t g c u v, of kt = 2 v and after
+    scales = scales.reshape(R, U, 8, 2).permute(0, 2, 1, 3)  # t g u v
+    if U == 1:
+        e0, e1 = gl.split(even.reshape(R, 8, 4, 2))
+        o0, o1 = gl.split(odd.reshape(R, 8, 4, 2))
+        s0, s1 = gl.split(scales.reshape(R, 8, 2))
+        pieces = ((e0, o0, s0), (e1, o1, s1))
+    else:
+        gl.static_assert(U == 2)
+        e0, e1 = gl.split(even)
+        e0, e2 = gl.split(e0)
+        e1, e3 = gl.split(e1)
+        o0, o1 = gl.split(odd)
+        o0, o2 = gl.split(o0)
+        o1, o3 = gl.split(o1)
+        s0, s1 = gl.split(scales)
+        s0, s2 = gl.split(s0)
+        s1, s3 = gl.split(s1)
+        pieces = ((e0, o0, s0), (e1, o1, s1), (e2, o2, s2), (e3, o3, s3))
+    for i in gl.static_range(2 * U):
+        a = decoded(pieces[i][0], pieces[i][1], pieces[i][2], shift, R, ROUND, A)
+        acc = warpgroup_mma(a, x.slice(32 * i, 32, dim=1).permute((1, 0)), acc, is_async=True)
+    return acc
 
 
 @gluon.jit
@@ -89,8 +121,7 @@ def multiply(
     words, both = load(ring, slot * C + WHICH, R, U)
     for _ in range(count - 1):
         slot = done % STAGES
-        a = decoded(words, both, shift, R, U, ROUND, A)
-        acc = warpgroup_mma(a, x.index(slot).permute((1, 0)), acc, is_async=True)
+        acc = _step(words, both, x.index(slot), acc, shift, R, U, ROUND, A)
         done += 1
         following = done % STAGES
         mbarrier.wait(full.index(following), (done // STAGES) & 1)
@@ -98,8 +129,7 @@ def multiply(
         acc, words, both = warpgroup_mma_wait(0, deps=[acc, words, both])
         mbarrier.arrive(empty.index(slot), count=1)
     slot = done % STAGES
-    a = decoded(words, both, shift, R, U, ROUND, A)
-    acc = warpgroup_mma(a, x.index(slot).permute((1, 0)), acc, is_async=True)
+    acc = _step(words, both, x.index(slot), acc, shift, R, U, ROUND, A)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(slot), count=1)
     return acc, done + 1
