@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 
 from halfbyte.kernels.cuda.gemm_gluon_code import (
     _bits,
@@ -78,17 +84,15 @@ def decoded(even, odd, scales, shift, R: gl.constexpr, ROUND: gl.constexpr, A: g
 
 
 @gluon.jit
-def _step(
-    words, scales, x, acc, shift, R: gl.constexpr, U: gl.constexpr, ROUND: gl.constexpr, A: gl.constexpr
-):  # fmt: skip
-    """acc and the products of a stage, on their way: while the units multiply 32 k the next are decoded."""
+def _pieces(words, scales, R: gl.constexpr, U: gl.constexpr):
+    """Of a stage, for each 32 k: the words of the first 16 k, (R, 8, 4), tile, g, c, of the others, and (R, 8) scales."""
     even, odd = gl.split(words.reshape(R, U, 8, 2, 2, 4).permute(0, 2, 5, 1, 3, 4))  # t g c u v, of kt = 2 v and after
     scales = scales.reshape(R, U, 8, 2).permute(0, 2, 1, 3)  # t g u v
     if U == 1:
         e0, e1 = gl.split(even.reshape(R, 8, 4, 2))
         o0, o1 = gl.split(odd.reshape(R, 8, 4, 2))
         s0, s1 = gl.split(scales.reshape(R, 8, 2))
-        pieces = ((e0, o0, s0), (e1, o1, s1))
+        return (e0, o0, s0), (e1, o1, s1)
     else:
         gl.static_assert(U == 2)
         e0, e1 = gl.split(even)
@@ -100,36 +104,61 @@ def _step(
         s0, s1 = gl.split(scales)
         s0, s2 = gl.split(s0)
         s1, s3 = gl.split(s1)
-        pieces = ((e0, o0, s0), (e1, o1, s1), (e2, o2, s2), (e3, o3, s3))
+        return (e0, o0, s0), (e1, o1, s1), (e2, o2, s2), (e3, o3, s3)
+
+
+@gluon.jit
+def _stage(
+    words, scales, x, acc, shift, before, there, R: gl.constexpr, U: gl.constexpr, ROUND: gl.constexpr,
+    A: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """The sums and the products of a stage, of which the last are on their way.
+
+    Args:
+        before: the barrier of the stage before, whose memory is free when this one's first products are on their way.
+        there: whether there is one.
+    """
+    pieces = _pieces(words, scales, R, U)
     for i in gl.static_range(2 * U):
         a = decoded(pieces[i][0], pieces[i][1], pieces[i][2], shift, R, ROUND, A)
         acc = warpgroup_mma(a, x.slice(32 * i, 32, dim=1).permute((1, 0)), acc, is_async=True)
+        if HOW == 1:
+            acc = warpgroup_mma_wait(1, deps=[acc])
+        if HOW == 2 and i == 0:
+            acc = warpgroup_mma_wait(1, deps=[acc])
+        if HOW and i == 0:
+            mbarrier.arrive(before, count=1, pred=there)
     return acc
 
 
 @gluon.jit
 def multiply(
     ring, done, count, shift, C: gl.constexpr, WHICH: gl.constexpr, R: gl.constexpr, U: gl.constexpr,
-    NB: gl.constexpr, STAGES: gl.constexpr, ROUND: gl.constexpr, MMA: gl.constexpr,
+    NB: gl.constexpr, STAGES: gl.constexpr, ROUND: gl.constexpr, MMA: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """(16 R, NB) f32: the sums of ``count`` steps, of which ``done`` were before in the ring."""
     codes, scales, x, full, empty = ring
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     acc = gl.zeros([16 * R, NB], gl.float32, MMA)
+    if HOW == 2:
+        acc = warpgroup_mma_init(acc)
     slot = done % STAGES
+    before = slot
     mbarrier.wait(full.index(slot), (done // STAGES) & 1)
     words, both = load(ring, slot * C + WHICH, R, U)
-    for _ in range(count - 1):
+    for i in range(count - 1):
         slot = done % STAGES
-        acc = _step(words, both, x.index(slot), acc, shift, R, U, ROUND, A)
+        acc = _stage(words, both, x.index(slot), acc, shift, empty.index(before), i > 0, R, U, ROUND, A, HOW)
+        before = slot
         done += 1
         following = done % STAGES
         mbarrier.wait(full.index(following), (done // STAGES) & 1)
         words, both = load(ring, following * C + WHICH, R, U)
-        acc, words, both = warpgroup_mma_wait(0, deps=[acc, words, both])
-        mbarrier.arrive(empty.index(slot), count=1)
+        if HOW == 0:
+            acc, words, both = warpgroup_mma_wait(0, deps=[acc, words, both])
+            mbarrier.arrive(empty.index(slot), count=1)
     slot = done % STAGES
-    acc = _step(words, both, x.index(slot), acc, shift, R, U, ROUND, A)
+    acc = _stage(words, both, x.index(slot), acc, shift, empty.index(before), count > 1, R, U, ROUND, A, HOW)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(slot), count=1)
     return acc, done + 1
@@ -170,6 +199,7 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
     BIAS: gl.constexpr = FORM[11]
     ROUND: gl.constexpr = FORM[12]
     FACTOR: gl.constexpr = FORM[13]
+    HOW: gl.constexpr = FORM[14]
     ring, work, stages, out, scale2, xscale, bias, sums, counts, M, N = given
     items, whole, share, parts, along_n, along_m, steps = work
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, NB, 32])
@@ -183,7 +213,7 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
         n = (tn * C + WHICH) * (16 * R)
         m = tm * NB + gl.arange(0, NB, layout=ALONG)
         tokens = gl.load(xscale + m, mask=m < M, other=0.0)
-        acc, done = multiply(ring, done, count, shift, C, WHICH, R, U, NB, STAGES, ROUND, MMA)
+        acc, done = multiply(ring, done, count, shift, C, WHICH, R, U, NB, STAGES, ROUND, MMA, HOW)
         last = part < 0
         if SPLIT:
             if part >= 0:
@@ -229,6 +259,7 @@ def fp8(
     BIAS: gl.constexpr,
     ROUND: gl.constexpr,
     FACTOR: gl.constexpr,
+    HOW: gl.constexpr = 1,
 ):
     """M rows of x times the weight. What is not here is as in ``gemm_gluon_code.gemm``.
 
@@ -245,7 +276,7 @@ def fp8(
     stages = gl.allocate_shared_memory(TO, [C, HEIGHT, 16 * R], gl.NVMMASharedLayout(128, WIDE, 2))
     work = (items, whole, share, parts, along_n, along_m, steps)
     given = (ring, work, stages, out, scale2, xscale, bias, sums, counts, M, N)
-    FORM: gl.constexpr = (C, R, U, NB, STAGES, GROUP, SPLIT, HEIGHT, TO, TMA, PER_ROW, BIAS, ROUND, FACTOR)
+    FORM: gl.constexpr = (C, R, U, NB, STAGES, GROUP, SPLIT, HEIGHT, TO, TMA, PER_ROW, BIAS, ROUND, FACTOR, HOW)
     maps = (codes_map, scales_map, x_map)
     if C == 2:
         gl.warp_specialize(
