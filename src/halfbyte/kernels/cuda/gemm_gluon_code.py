@@ -213,7 +213,7 @@ def combine(acc, sums, counts, split, part, parts, R: gl.constexpr, NB: gl.const
     MMA: gl.constexpr = acc.type.layout
     n = gl.arange(0, 16 * R, layout=gl.SliceLayout(1, MMA))[:, None]
     m = gl.arange(0, NB, layout=gl.SliceLayout(0, MMA))[None, :]
-    at = sums + split.to(gl.int64) * parts * (16 * R * NB)
+    at = sums + (split * parts).to(gl.int64) * (16 * R * NB)
     at = at + ((n % 64 // 16) * 64 + n % 8 * 8) + m % 8 + (n // 64) * (64 * NB) + n % 16 // 8 * 256 + m // 8 * 512
     gl.store(at + part * (16 * R * NB), acc)
     together()
