@@ -423,16 +423,31 @@ def gemm(
     if C == 1:
         gl.warp_specialize([(consume, (given, 0, FORM)), (produce, (maps, ring, work, BYTES, FORM))], [1], [32])
     elif C == 2:
-        gl.warp_specialize([(consume, (given, 0, FORM)), (consume, (given, 1, FORM)), (produce, (maps, ring, work, BYTES, FORM))], [4, 1], [REGISTERS, 32])
+        gl.warp_specialize(
+            [(consume, (given, 0, FORM)), (consume, (given, 1, FORM)), (produce, (maps, ring, work, BYTES, FORM))],
+            [4, 1],
+            [REGISTERS, 32],
+        )
     elif C == 3:
         gl.warp_specialize(
-            [(consume, (given, 0, FORM)), (consume, (given, 1, FORM)), (consume, (given, 2, FORM)), (produce, (maps, ring, work, BYTES, FORM))],
+            [
+                (consume, (given, 0, FORM)),
+                (consume, (given, 1, FORM)),
+                (consume, (given, 2, FORM)),
+                (produce, (maps, ring, work, BYTES, FORM)),
+            ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
         )
     else:
         gl.warp_specialize(
-            [(consume, (given, 0, FORM)), (consume, (given, 1, FORM)), (consume, (given, 2, FORM)), (consume, (given, 3, FORM)), (produce, (maps, ring, work, BYTES, FORM))],
+            [
+                (consume, (given, 0, FORM)),
+                (consume, (given, 1, FORM)),
+                (consume, (given, 2, FORM)),
+                (consume, (given, 3, FORM)),
+                (produce, (maps, ring, work, BYTES, FORM)),
+            ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, 32],
         )
