@@ -41,7 +41,7 @@ from typing import Any, Final
 from halfbyte.arrays import dtype_name
 from halfbyte.kernels.base import ALIGNED, Call, Kernel, LinearArgs, linear_cost
 from halfbyte.kernels.cuda import choices
-from halfbyte.kernels.cuda.launch import Program, program, why_not
+from halfbyte.kernels.cuda.launch import Program, Written, program, why_not
 from halfbyte.layouts import Fragments
 from halfbyte.layouts.fragments import FACTOR, SCALE, STEPS
 from halfbyte.numerics import BLOCK, Array
@@ -226,7 +226,7 @@ def bind(args: LinearArgs, made: Decode | None = None) -> Callable[[Array, Array
         _program(call, "float32" if args.bias is None else dtype_name(args.bias.dtype), made, device, pdl)
         for pdl in (False, True)
     )
-    written = _Written(device)
+    written = Written(device)
     counted = not any(buffers[name].is_inference() for name in ("codes", "scales"))
 
     def run(x: Any, bias: Any, out: Any) -> None:
@@ -257,27 +257,6 @@ def _program(call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool) 
         pdl=pdl,
         maxnreg=made.registers,
     )
-
-
-class _Written:
-    """Whether what was ahead of the first launch on a weight, so all that wrote it, is over."""
-
-    def __init__(self, device: Any) -> None:
-        self.over = False
-        self._device = device
-        self._event: Any = None
-
-    def launched(self) -> None:
-        """After an ordinary launch."""
-        import torch
-
-        with torch.cuda.device(self._device):
-            if torch.cuda.is_current_stream_capturing():
-                return
-            if self._event is None:
-                self._event = torch.cuda.current_stream().record_event()
-            elif self._event.query():
-                self.over = True
 
 
 def launch(args: LinearArgs) -> None:

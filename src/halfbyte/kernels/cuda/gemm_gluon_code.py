@@ -172,29 +172,61 @@ def decoded(
 @gluon.jit
 def multiply(
     ring, done, count, C: gl.constexpr, WHICH: gl.constexpr, R: gl.constexpr, U: gl.constexpr, NB: gl.constexpr,
-    STAGES: gl.constexpr, HALF: gl.constexpr, DECODE: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
+    STAGES: gl.constexpr, HALF: gl.constexpr, DECODE: gl.constexpr, SCALES: gl.constexpr, AHEAD: gl.constexpr,
+    MMA: gl.constexpr,
 ):  # fmt: skip
     """(16 R, NB) f32: the sums of ``count`` steps, of which ``done`` were before in the ring."""
     codes, scales, x, full, empty = ring
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     acc = gl.zeros([16 * R, NB], gl.float32, MMA)
-    slot = done % STAGES
-    mbarrier.wait(full.index(slot), (done // STAGES) & 1)
-    a = decoded(ring, slot * C + WHICH, HALF, R, U, DECODE, SCALES, A)
-    for _ in range(count - 1):
+    if AHEAD:
+        if count % 2 == 0:
+            slot = done % STAGES
+            mbarrier.wait(full.index(slot), (done // STAGES) & 1)
+            a = decoded(ring, slot * C + WHICH, HALF, R, U, DECODE, SCALES, A)
+            acc = warpgroup_mma(a, x.index(slot).permute((1, 0)), acc, is_async=True)
+            acc, a = warpgroup_mma_wait(0, deps=[acc, a])
+            mbarrier.arrive(empty.index(slot), count=1)
+            done += 1
+        slot = done % STAGES
+        mbarrier.wait(full.index(slot), (done // STAGES) & 1)
+        a = decoded(ring, slot * C + WHICH, HALF, R, U, DECODE, SCALES, A)
+        acc = warpgroup_mma(a, x.index(slot).permute((1, 0)), acc, is_async=True)
+        acc, a = warpgroup_mma_wait(1, deps=[acc, a])
+        for _ in range((count - 1) // 2):
+            between = (done + 1) % STAGES
+            mbarrier.wait(full.index(between), ((done + 1) // STAGES) & 1)
+            b = decoded(ring, between * C + WHICH, HALF, R, U, DECODE, SCALES, A)
+            acc = warpgroup_mma(b, x.index(between).permute((1, 0)), acc, is_async=True)
+            acc, a, b = warpgroup_mma_wait(1, deps=[acc, a, b])
+            mbarrier.arrive(empty.index(slot), count=1)
+            done += 2
+            slot = done % STAGES
+            mbarrier.wait(full.index(slot), (done // STAGES) & 1)
+            a = decoded(ring, slot * C + WHICH, HALF, R, U, DECODE, SCALES, A)
+            acc = warpgroup_mma(a, x.index(slot).permute((1, 0)), acc, is_async=True)
+            acc, a, b = warpgroup_mma_wait(1, deps=[acc, a, b])
+            mbarrier.arrive(empty.index(between), count=1)
+        acc, a = warpgroup_mma_wait(0, deps=[acc, a])
+        mbarrier.arrive(empty.index(slot), count=1)
+    else:
+        slot = done % STAGES
+        mbarrier.wait(full.index(slot), (done // STAGES) & 1)
+        a = decoded(ring, slot * C + WHICH, HALF, R, U, DECODE, SCALES, A)
+        for _ in range(count - 1):
+            slot = done % STAGES
+            acc = warpgroup_mma(a, x.index(slot).permute((1, 0)), acc, is_async=True)
+            done += 1
+            following = done % STAGES
+            mbarrier.wait(full.index(following), (done // STAGES) & 1)
+            b = decoded(ring, following * C + WHICH, HALF, R, U, DECODE, SCALES, A)
+            acc, a, b = warpgroup_mma_wait(0, deps=[acc, a, b])  # b, too: its registers are not those that are read
+            mbarrier.arrive(empty.index(slot), count=1)
+            a = b
         slot = done % STAGES
         acc = warpgroup_mma(a, x.index(slot).permute((1, 0)), acc, is_async=True)
-        done += 1
-        following = done % STAGES
-        mbarrier.wait(full.index(following), (done // STAGES) & 1)
-        b = decoded(ring, following * C + WHICH, HALF, R, U, DECODE, SCALES, A)
-        acc, a, b = warpgroup_mma_wait(0, deps=[acc, a, b])  # b, too: its registers are not those that are read
+        acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(slot), count=1)
-        a = b
-    slot = done % STAGES
-    acc = warpgroup_mma(a, x.index(slot).permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(slot), count=1)
     return acc, done + 1
 
 
@@ -213,7 +245,7 @@ def combine(acc, sums, counts, split, part, parts, R: gl.constexpr, NB: gl.const
     MMA: gl.constexpr = acc.type.layout
     n = gl.arange(0, 16 * R, layout=gl.SliceLayout(1, MMA))[:, None]
     m = gl.arange(0, NB, layout=gl.SliceLayout(0, MMA))[None, :]
-    at = sums + split.to(gl.int64) * parts * (16 * R * NB)
+    at = sums + (split * parts).to(gl.int64) * (16 * R * NB)
     at = at + ((n % 64 // 16) * 64 + n % 8 * 8) + m % 8 + (n // 64) * (64 * NB) + n % 16 // 8 * 256 + m // 8 * 512
     gl.store(at + part * (16 * R * NB), acc)
     together()
@@ -298,6 +330,7 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
     DECODE: gl.constexpr = FORM[13]
     SCALES: gl.constexpr = FORM[14]
     FACTOR: gl.constexpr = FORM[15]
+    AHEAD: gl.constexpr = FORM[16]
     ring, work, stages, out, scale2, bias, sums, counts, M, N = given
     items, whole, share, parts, along_n, along_m, steps = work
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, NB, 16])
@@ -307,7 +340,7 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
         tile, part, first, count = item_of(t, work)
         tm, tn = place_of(tile, work, GROUP)
         n = (tn * C + WHICH) * (16 * R)
-        acc, done = multiply(ring, done, count, C, WHICH, R, U, NB, STAGES, HALF, DECODE, SCALES, MMA)
+        acc, done = multiply(ring, done, count, C, WHICH, R, U, NB, STAGES, HALF, DECODE, SCALES, AHEAD, MMA)
         last = part < 0
         if SPLIT:
             if part >= 0:
@@ -371,6 +404,7 @@ def gemm(
     DECODE: gl.constexpr,
     SCALES: gl.constexpr,
     FACTOR: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """M rows of x times the weight.
 
@@ -407,6 +441,7 @@ def gemm(
         DECODE: assembly: a word and a pair of scales -> four pairs of products.
         SCALES: assembly: four scale bytes -> two pairs of scales.
         FACTOR: what products lack beside scale2.
+        AHEAD: a step is multiplied while the one ahead of it still is.
     """
     TO: gl.constexpr = out.dtype if TMA else out.dtype.element_ty
     HALF: gl.constexpr = x_map.dtype
@@ -418,21 +453,37 @@ def gemm(
     given = (ring, work, stages, out, scale2, bias, sums, counts, M, N)
     FORM: gl.constexpr = (
         C, R, U, NB, STAGES, GROUP, SPLIT, HEIGHT, HALF, TO, TMA, PER_ROW, BIAS, DECODE, SCALES, FACTOR,
+        AHEAD,
     )  # fmt: skip
     maps = (codes_map, scales_map, x_map)
     if C == 1:
         gl.warp_specialize([(consume, (given, 0, FORM)), (produce, (maps, ring, work, BYTES, FORM))], [1], [32])
     elif C == 2:
-        gl.warp_specialize([(consume, (given, 0, FORM)), (consume, (given, 1, FORM)), (produce, (maps, ring, work, BYTES, FORM))], [4, 1], [REGISTERS, 32])
+        gl.warp_specialize(
+            [(consume, (given, 0, FORM)), (consume, (given, 1, FORM)), (produce, (maps, ring, work, BYTES, FORM))],
+            [4, 1],
+            [REGISTERS, 32],
+        )
     elif C == 3:
         gl.warp_specialize(
-            [(consume, (given, 0, FORM)), (consume, (given, 1, FORM)), (consume, (given, 2, FORM)), (produce, (maps, ring, work, BYTES, FORM))],
+            [
+                (consume, (given, 0, FORM)),
+                (consume, (given, 1, FORM)),
+                (consume, (given, 2, FORM)),
+                (produce, (maps, ring, work, BYTES, FORM)),
+            ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
         )
     else:
         gl.warp_specialize(
-            [(consume, (given, 0, FORM)), (consume, (given, 1, FORM)), (consume, (given, 2, FORM)), (consume, (given, 3, FORM)), (produce, (maps, ring, work, BYTES, FORM))],
+            [
+                (consume, (given, 0, FORM)),
+                (consume, (given, 1, FORM)),
+                (consume, (given, 2, FORM)),
+                (consume, (given, 3, FORM)),
+                (produce, (maps, ring, work, BYTES, FORM)),
+            ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, 32],
         )
