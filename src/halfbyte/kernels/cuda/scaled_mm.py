@@ -29,30 +29,28 @@ def refuse(call: Fp8Call) -> tuple[str, ...]:
 
 
 def padding(call: Fp8Call) -> int:
-    """Bytes that are kept beside an accepted call's twin: its padded copy, and a scale for each row."""
+    """Bytes that are kept with an accepted call's twin: its padded copy, if one is needed, and a scale for each row."""
     n, k = call.shape
-    padded = pitch(n) * pitch(k) if n % ALIGNED or k % ALIGNED else 0
-    return padded + (0 if call.per_row and not n % ALIGNED else 4 * pitch(n))
+    return (pitch(n) * pitch(k) if n % ALIGNED or k % ALIGNED else 0) + 4 * pitch(n)
 
 
 def operand(weight: Fp8Weight) -> tuple[Any, Any]:
     """The twin as ``torch._scaled_mm`` takes it, (K, N) float8 by columns and (1, N) f32, with N and K padded."""
     import torch
 
-    arrays = weight.data, weight.scale
-    versions = [0 if a.is_inference() else a._version for a in arrays]
+    (n, k), data, scale = weight.shape, weight.data, weight.scale
+    versions = [0 if a.is_inference() else a._version for a in (data, scale)]
     known = weight.memo.get(NAME)
     if known is None or known[0] != versions:
-        (n, k), data = weight.shape, weight.data
+        padded = None
         if n % ALIGNED or k % ALIGNED or data.data_ptr() % ALIGNED:
-            data = torch.zeros(pitch(n), pitch(k), dtype=torch.uint8, device=data.device)
-            data[:n, :k] = weight.data
-        scale = weight.scale.expand(n, 1).reshape(1, n)
-        if n % ALIGNED:
-            scale = torch.nn.functional.pad(scale, (0, pitch(n) - n))
-        known = weight.memo[NAME] = versions, (data.view(torch.float8_e4m3fn).t(), scale.contiguous())
-    found: tuple[Any, Any] = known[1]
-    return found
+            padded = torch.zeros(pitch(n), pitch(k), dtype=torch.uint8, device=data.device)
+            padded[:n, :k] = data
+        scales = torch.zeros(1, pitch(n), device=data.device)
+        scales[0, :n] = scale[:, 0]
+        known = weight.memo[NAME] = versions, padded, scales
+    _, padded, scales = known
+    return (data if padded is None else padded).view(torch.float8_e4m3fn).t(), scales
 
 
 def bind(args: Fp8Args) -> Callable[[Array, Array | None, Array], None]:
