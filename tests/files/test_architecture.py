@@ -77,12 +77,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "tiers": RUN,
     "operands": RUN,
     "int8_ops": (*RUN, "lossy", "operands"),
-    "plans": (*RUN, "operands", "int8_ops"),
+    "fp8_ops": (*RUN, "lossy", "operands", "remembered"),
+    "plans": (*RUN, "operands", "int8_ops", "fp8_ops"),
     "embedding_op": (*RUN, "operands", "remembered", "torch_embedding"),
     "torch_embedding": (*RUN, "embedding_op"),
     "remembered": (*RUN, "operands"),
-    "ops": (*RUN, "operands", "int8_ops", "plans", "remembered", "torch_ops"),
-    "torch_ops": (*RUN, "operands", "ops"),
+    "ops": (*RUN, "operands", "int8_ops", "fp8_ops", "plans", "remembered", "torch_ops"),
+    "torch_ops": (*RUN, "operands", "ops", "fp8_ops"),
     "nn": (*RUN, "operands", "ops", "torch_ops"),
     "hf": (*RUN, "ops", "torch_ops", "nn"),
     "parallel": (*RUN, "ops", "torch_ops", "nn"),
@@ -90,7 +91,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
 }
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- arrays <-
 kinds, shifts <- weight <- recipes, layouts; layouts <- dialects <- checkpoint <- writing <- tools <- cli, and
-layouts <- kernels <- operands <- int8_ops <- plans, remembered <- ops <- nn; kernels <- tiers <- tools, for doctor."""
+layouts, lossy <- kernels <- operands <- int8_ops, remembered <- fp8_ops <- plans <- ops <- nn; kernels <- tiers <-
+tools, for doctor."""
 
 CHAINS = {
     "checkpoint": {
@@ -201,7 +203,7 @@ def test_kernels_see_no_files_and_files_no_kernels():
     for name, file in NAMES.items():
         part = f"{name}.".split(".")[1]
         others = {other.split(".")[1] for other in imported(file) if other.count(".")}
-        if part in ("kernels", "operands", "int8_ops", "plans", "remembered", "ops"):
+        if part in ("kernels", "operands", "int8_ops", "fp8_ops", "plans", "remembered", "ops"):
             assert not others & {"checkpoint", "dialects", "tools", "cli", "stored", "findings"}, name
         if part in ("checkpoint", "dialects", "tools", "recipes", "layouts", "arrays", "kinds", "shifts", "weight"):
             assert not others & {"kernels", "ops", "nn"}, name
