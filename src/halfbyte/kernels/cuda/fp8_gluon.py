@@ -22,7 +22,7 @@ def shifted(to: str, word: str, step: Step) -> str:
     return f"shf.l.wrap.b32 {to}, {word}, {word}, {rotate};"
 
 
-def round_code(dtype: str) -> str:
+def round_code(dtype: str, each: int = 4, pin: bool = False) -> str:
     """Assembly that rounds codes times a sixth of their scales to E4M3, from the layout's ``STEPS`` and ``SCALE``.
 
     $4 four scale bytes of two kt, $8 and $12 the words of those, $16 the number 2^16 -> $0 to $3, four bytes each, of
@@ -40,7 +40,7 @@ def round_code(dtype: str) -> str:
         lines += ["mov.b32 sixth, 0x3E2B3E2B;", "mov.b32 up, 0x43000000;"]
     else:
         lines.append("mov.b32 sixth, 0x4D554D55;")
-    for i, word in enumerate(("$8", "$12")):
+    for i, word in enumerate((f"${4 + each}", f"${4 + 2 * each}")):
         lines.append(f"prmt.b32 s, $4, 0, {0x4342 if i else 0x4140:#x};")
         lines.append(f"mad.lo.u32 s, s, {1 << shift}, {base * 0x10001:#x};")
         if wide:
@@ -53,7 +53,7 @@ def round_code(dtype: str) -> str:
             lines.append(f"mul.{kind} p{output}, o, s{output & 1};")
         for rh in (0, 1):
             if wide:
-                lines += [f"mad.lo.u32 {r}, p{rh + 2 * h}, $16, {7 << 23:#x};" for h, r in enumerate("qu")]
+                lines += [f"mad.lo.u32 {r}, p{rh + 2 * h}, ${4 + 3 * each}, {7 << 23:#x};" for h, r in enumerate("qu")]
                 lines.append("cvt.rn.satfinite.e4m3x2.f32 l, u, q;")
                 lines += [f"fma.rn.bf16x2 {r}, p{rh + 2 * h}, up, none;" for h, r in enumerate("qu")]
                 lines.append("cvt.rn.satfinite.e4m3x2.f32 h, u, q;")
@@ -62,4 +62,7 @@ def round_code(dtype: str) -> str:
                 lines += [f"mul.f16x2 {r}, p{rh + 2 * h}, sixth;" for h, r in enumerate("qu")]
                 lines += [f"cvt.rn.satfinite.e4m3x2.f16x2 {to}, {r};" for to, r in zip("lh", "qu", strict=True)]
                 lines += ["mov.b32 t, {l, h};", f"prmt.b32 ${2 * i + rh}, t, 0, 0x3120;"]
+    if pin:
+        lines += [".reg .pred never;", f"setp.ne.u32 never, ${4 + 3 * each}, {1 << 16:#x};"]
+        lines.append(f"@never st.volatile.shared.v4.b32 [${4 + 3 * each}], {{$0, $1, $2, $3}};")
     return "{ " + " ".join(lines) + " }"

@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -108,57 +107,99 @@ def _pieces(words, scales, R: gl.constexpr, U: gl.constexpr):
 
 
 @gluon.jit
-def _stage(
-    words, scales, x, acc, shift, before, there, R: gl.constexpr, U: gl.constexpr, ROUND: gl.constexpr,
-    A: gl.constexpr, HOW: gl.constexpr,
-):  # fmt: skip
-    """The sums and the products of a stage, of which the last are on their way.
+def _first(piece, shift, FIRST: gl.constexpr):
+    even, odd, scales = piece
+    scales = gl.convert_layout(scales, gl.SliceLayout(2, even.type.layout), assert_trivial=True).expand_dims(2)
+    scales, even = gl.broadcast(scales, even)
+    shift, even = gl.broadcast(gl.full([1, 1, 1], 0, gl.int32, even.type.layout) + shift, even)
+    return gl.inline_asm_elementwise(
+        FIRST,
+        "=r,=r,=r,=r,r,r,r,r",
+        [scales, even, odd, shift],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
 
-    Args:
-        before: the barrier of the stage before, whose memory is free when this one's first products are on their way.
-        there: whether there is one.
-    """
+
+@gluon.jit
+def _bytes(first, zero, R: gl.constexpr, A: gl.constexpr):
+    L: gl.constexpr = bytes_layout(R, gl.num_warps())
+    zero = gl.full([R, 8, 4, 4], 0, gl.int32, L) + zero
+    a, zero = gl.broadcast(_four(first[0], L), zero)
+    b, zero = gl.broadcast(_four(first[1], L), zero)
+    c, zero = gl.broadcast(_four(first[2], L), zero)
+    d, zero = gl.broadcast(_four(first[3], L), zero)
+    a, b, c, d = gl.inline_asm_elementwise(
+        "or.b32 $0, $4, $20; or.b32 $1, $8, $20; or.b32 $2, $12, $20; or.b32 $3, $16, $20;",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [a, b, c, d, zero],
+        dtype=(gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv),
+        is_pure=False,
+        pack=4,
+    )
+    w = gl.join(gl.join(a, b), gl.join(c, d))  # t g c j rh e
+    w = w.permute(0, 4, 1, 5, 2, 3)  # t rh g | e c j
+    return gl.convert_layout(w.reshape(16 * R, 32), A, assert_trivial=True)
+
+
+@gluon.jit
+def _begin(words, scales, shift, R: gl.constexpr, U: gl.constexpr, FIRST: gl.constexpr, PRE: gl.constexpr):
+    """The words of the first PRE pieces of a stage, decoded."""
+    pieces = _pieces(words, scales, R, U)
+    found = ()
+    for i in gl.static_range(PRE):
+        found = found + _first(pieces[i], shift, FIRST)
+    return found
+
+
+@gluon.jit
+def _stage(
+    begun, words, scales, x, acc, shift, R: gl.constexpr, U: gl.constexpr, ROUND: gl.constexpr, A: gl.constexpr,
+    PRE: gl.constexpr,
+):  # fmt: skip
     pieces = _pieces(words, scales, R, U)
     for i in gl.static_range(2 * U):
-        a = decoded(pieces[i][0], pieces[i][1], pieces[i][2], shift, R, ROUND, A)
+        if i < PRE:
+            a = _bytes((begun[4 * i], begun[4 * i + 1], begun[4 * i + 2], begun[4 * i + 3]), shift - 65536, R, A)
+        else:
+            a = decoded(pieces[i][0], pieces[i][1], pieces[i][2], shift, R, ROUND, A)
         acc = warpgroup_mma(a, x.slice(32 * i, 32, dim=1).permute((1, 0)), acc, is_async=True)
-        if HOW == 1:
-            acc = warpgroup_mma_wait(1, deps=[acc])
-        if HOW == 2 and i == 0:
-            acc = warpgroup_mma_wait(1, deps=[acc])
-        if HOW and i == 0:
-            mbarrier.arrive(before, count=1, pred=there)
     return acc
 
 
 @gluon.jit
 def multiply(
     ring, done, count, shift, C: gl.constexpr, WHICH: gl.constexpr, R: gl.constexpr, U: gl.constexpr,
-    NB: gl.constexpr, STAGES: gl.constexpr, ROUND: gl.constexpr, MMA: gl.constexpr, HOW: gl.constexpr,
+    NB: gl.constexpr, STAGES: gl.constexpr, ROUND: gl.constexpr, MMA: gl.constexpr, FIRST: gl.constexpr,
+    PRE: gl.constexpr,
 ):  # fmt: skip
     """(16 R, NB) f32: the sums of ``count`` steps, of which ``done`` were before in the ring."""
     codes, scales, x, full, empty = ring
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     acc = gl.zeros([16 * R, NB], gl.float32, MMA)
-    if HOW == 2:
-        acc = warpgroup_mma_init(acc)
     slot = done % STAGES
-    before = slot
     mbarrier.wait(full.index(slot), (done // STAGES) & 1)
     words, both = load(ring, slot * C + WHICH, R, U)
+    begun = _begin(words, both, shift, R, U, FIRST, PRE)
     for i in range(count - 1):
         slot = done % STAGES
-        acc = _stage(words, both, x.index(slot), acc, shift, empty.index(before), i > 0, R, U, ROUND, A, HOW)
-        before = slot
+        acc = _stage(begun, words, both, x.index(slot), acc, shift, R, U, ROUND, A, PRE)
         done += 1
         following = done % STAGES
         mbarrier.wait(full.index(following), (done // STAGES) & 1)
         words, both = load(ring, following * C + WHICH, R, U)
-        if HOW == 0:
-            acc, words, both = warpgroup_mma_wait(0, deps=[acc, words, both])
-            mbarrier.arrive(empty.index(slot), count=1)
+        begun = _begin(words, both, shift, R, U, FIRST, PRE)
+        held = warpgroup_mma_wait(0, deps=(acc, words, both) + begun)
+        acc = held[0]
+        words = held[1]
+        both = held[2]
+        begun = ()
+        for j in gl.static_range(4 * PRE):
+            begun = begun + (held[3 + j],)
+        mbarrier.arrive(empty.index(slot), count=1)
     slot = done % STAGES
-    acc = _stage(words, both, x.index(slot), acc, shift, empty.index(before), count > 1, R, U, ROUND, A, HOW)
+    acc = _stage(begun, words, both, x.index(slot), acc, shift, R, U, ROUND, A, PRE)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(slot), count=1)
     return acc, done + 1
@@ -199,7 +240,8 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
     BIAS: gl.constexpr = FORM[11]
     ROUND: gl.constexpr = FORM[12]
     FACTOR: gl.constexpr = FORM[13]
-    HOW: gl.constexpr = FORM[14]
+    FIRST: gl.constexpr = FORM[14]
+    PRE: gl.constexpr = FORM[15]
     ring, work, stages, out, scale2, xscale, bias, sums, counts, M, N = given
     items, whole, share, parts, along_n, along_m, steps = work
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, NB, 32])
@@ -213,7 +255,7 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
         n = (tn * C + WHICH) * (16 * R)
         m = tm * NB + gl.arange(0, NB, layout=ALONG)
         tokens = gl.load(xscale + m, mask=m < M, other=0.0)
-        acc, done = multiply(ring, done, count, shift, C, WHICH, R, U, NB, STAGES, ROUND, MMA, HOW)
+        acc, done = multiply(ring, done, count, shift, C, WHICH, R, U, NB, STAGES, ROUND, MMA, FIRST, PRE)
         last = part < 0
         if SPLIT:
             if part >= 0:
@@ -259,7 +301,8 @@ def fp8(
     BIAS: gl.constexpr,
     ROUND: gl.constexpr,
     FACTOR: gl.constexpr,
-    HOW: gl.constexpr = 1,
+    FIRST: gl.constexpr,
+    PRE: gl.constexpr,
 ):
     """M rows of x times the weight. What is not here is as in ``gemm_gluon_code.gemm``.
 
@@ -276,7 +319,7 @@ def fp8(
     stages = gl.allocate_shared_memory(TO, [C, HEIGHT, 16 * R], gl.NVMMASharedLayout(128, WIDE, 2))
     work = (items, whole, share, parts, along_n, along_m, steps)
     given = (ring, work, stages, out, scale2, xscale, bias, sums, counts, M, N)
-    FORM: gl.constexpr = (C, R, U, NB, STAGES, GROUP, SPLIT, HEIGHT, TO, TMA, PER_ROW, BIAS, ROUND, FACTOR, HOW)
+    FORM: gl.constexpr = (C, R, U, NB, STAGES, GROUP, SPLIT, HEIGHT, TO, TMA, PER_ROW, BIAS, ROUND, FACTOR, FIRST, PRE)
     maps = (codes_map, scales_map, x_map)
     if C == 2:
         gl.warp_specialize(
