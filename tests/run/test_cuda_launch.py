@@ -98,6 +98,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: state.current, raising=False)
     monkeypatch.setattr(launch, "_programs", {})
     monkeypatch.setattr(launch, "_shared", {})
+    monkeypatch.setattr(launch, "_captured", {})
+    monkeypatch.setattr(launch, "capture_of", lambda stream: int(state.capturing))
     return state
 
 
@@ -380,8 +382,14 @@ def test_memory_of_a_capture_is_the_graphs_own(gpu):
     kept = workspace(device, 100)
     gpu.capturing = True
     assert workspace(device, 40).numel() == 40
-    assert not counters(device, 40).any()
+    zeros = counters(device, 40)
+    assert not zeros.any()
+    assert counters(device, 30) is zeros
+    gpu.capturing = 2
+    assert counters(device, 40) is not zeros
+    assert len(launch._captured) == 1
     gpu.capturing = False
+    assert counters(device, 40) is not zeros
     assert workspace(device, 40) is kept
 
 
