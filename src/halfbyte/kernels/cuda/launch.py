@@ -8,6 +8,7 @@ why.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
 import logging
@@ -473,7 +474,7 @@ def workspace(device: Any, nbytes: int) -> Any:
 
 
 def counters(device: Any, nbytes: int) -> Any:
-    """As ``workspace``, but of zeros; every kernel leaves zeros there."""
+    """As ``workspace``, but of zeros; every kernel leaves zeros there, so a CUDA graph sets them once for each stream."""
     return _of_stream("counters", device, nbytes, zeros=True)
 
 
@@ -481,11 +482,34 @@ def _of_stream(kind: str, device: Any, nbytes: int, *, zeros: bool) -> Any:
     import torch
 
     make = torch.zeros if zeros else torch.empty
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    held, key = _shared, (kind, device.index, stream)
     if torch._C._cuda_isCurrentStreamCapturing():
-        return make(nbytes, dtype=torch.uint8, device=device)
-    key = kind, device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    held = _shared.get(key)
-    if held is None or held.numel() < nbytes:
-        size = nbytes if held is None else max(nbytes, 2 * held.numel())
-        held = _shared[key] = make(size, dtype=torch.uint8, device=device)
-    return held
+        if not zeros:
+            return make(nbytes, dtype=torch.uint8, device=device)
+        held, key = _captured, (*key, capture_of(stream))
+        for old in [old for old in held if old[-1] != key[-1]]:
+            del held[old]
+    found = held.get(key)
+    if found is None or found.numel() < nbytes:
+        size = nbytes if found is None else max(nbytes, 2 * found.numel())
+        found = held[key] = make(size, dtype=torch.uint8, device=device)
+    return found
+
+
+_captured: Final[dict[Any, Any]] = {}
+"""Counters of the capture that is under way."""
+
+
+def capture_of(stream: int) -> int:
+    """The number of the capture that a stream is in."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    found = _driver().cuStreamGetCaptureInfo(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number))
+    if found:
+        raise UnavailableError("the driver does not tell which CUDA graph is captured", got=f"error {found}")
+    return number.value
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
