@@ -225,7 +225,7 @@ def fp8_arguments(*shape, **of):
 
 def test_what_a_launch_is_given(launches):
     _, args = fp8_arguments(n=40, k=272, rows=19, pre_scale=True)
-    run = fp8_gluon.bind(args, Fp8(tokens=128, parts=2, all=True))
+    run = fp8_gluon.bind(args, Fp8(tokens=128, parts=2))
     for _ in range(2):
         run(args.x, None, args.out)
     assert launches.asked == [("bfloat16", 272, {"ordered": True, "pre_scale": True, "early": True})]
@@ -299,8 +299,8 @@ RESULTS = [
     ((16, 257), 16, (40, 300), None, "float16", "float16", "float16", "float16", True, True),
     ((4096, 40), 512, (256, 129), None, "bfloat16", "float32", "float32", "float32", False, False),
     ((33, 257), 14336, (33, 256), None, "float16", "bfloat16", "float32", None, True, False),
-    ((136, 1001), 1104, (100, 513), Fp8(128, 3, True), "bfloat16", "float16", "bfloat16", "float32", True, True),
-    ((1000, 17), 4144, (257, 65), Fp8(256, 4, True), "float16", "bfloat16", "float16", None, True, False),
+    ((136, 1001), 1104, (100, 513), Fp8(128, 3), "bfloat16", "float16", "bfloat16", "float32", True, True),
+    ((1000, 17), 4144, (257, 65), Fp8(256, 4), "float16", "bfloat16", "float16", None, True, False),
 ]
 
 
@@ -397,7 +397,7 @@ class TestOnGpu:
 
     def test_a_row_does_not_depend_on_the_others(self):
         _, args = fp8_arguments(*RAGGED, 300, out_dtype="float32", device="cuda")
-        for made in (Fp8(128, 2, True), Fp8()):
+        for made in (Fp8(128, 2), Fp8()):
             whole = result(args, made).clone()
             x = args.x.clone()
             x[57] *= 2
@@ -409,7 +409,7 @@ class TestOnGpu:
     def test_repeats_in_graphs_and_chains_are_identical(self):
         """Each launch reads what the one ahead of it wrote; all of it is split, and in the same memory."""
         _, args = fp8_arguments(512, 512, 300, device="cuda", scales=(20, 30))
-        run = fp8_gluon.bind(args, Fp8(128, 4, True))
+        run = fp8_gluon.bind(args, Fp8(128, 4))
         buffers = [torch.empty_like(args.x) for _ in range(9)]
 
         def chain():

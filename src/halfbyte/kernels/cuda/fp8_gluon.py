@@ -50,6 +50,12 @@ FACTOR: Final = 6.0
 """What sums lack beside scale2 and the tokens' scales."""
 UNITS: Final = 2
 """Of 64 k, of a step."""
+STEP: Final = {256: 1100, 128: 640}
+"""Cycles that a step takes, by the tokens of a tile."""
+PUT: Final = 6
+"""Cycles for each token of a tile, at its end."""
+PART: Final = 3
+"""The same for each part of a tile that is split."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +64,18 @@ class Fp8:
 
     Args:
         tokens: of a tile: 128 or 256.
-        parts: of K, of tiles that are split.
-        all: all tiles are split, not only those of the last, partial wave.
+        parts: of K, of the tiles of the last, partial wave.
         group: tiles along M that follow each other before N goes on.
     """
 
     tokens: int = 256
     parts: int = 1
-    all: bool = False
     group: int = 8
 
     @property
     def form(self) -> Gemm:
         """The tiles and their order."""
-        return Gemm(tokens=self.tokens, units=UNITS, parts=self.parts, all=self.all, group=self.group)
+        return Gemm(tokens=self.tokens, units=UNITS, parts=self.parts, group=self.group)
 
     def stages(self, size: int) -> int:
         """Of the ring: as many as fit beside results of so many bytes."""
@@ -80,13 +84,7 @@ class Fp8:
         return room // (UNITS * (form.consumers * form.tiles * 576 + self.tokens * 64))
 
 
-CONFIGURATIONS: Final = tuple(
-    Fp8(tokens, parts, everything)
-    for tokens, parts, everything in (
-        *((256, 1, False), (256, 2, False), (256, 3, False), (256, 4, False), (256, 2, True), (256, 4, True)),
-        *((128, 1, False), (128, 2, False), (128, 3, False), (128, 4, False), (128, 2, True), (128, 4, True)),
-    )
-)
+CONFIGURATIONS: Final = tuple(Fp8(tokens, parts) for tokens in (256, 128) for parts in (1, 2, 3, 4))
 """Those that are tested."""
 
 
@@ -196,8 +194,23 @@ def round_code(dtype: str, each: int = 4, pin: bool = False) -> str:
 
 
 def configure(call: Fp8Call) -> Fp8:
-    """The configuration for a call; without choices the one whose waves cost the least."""
-    return choices.configured(call, NAME, Fp8())
+    """The configuration for a call; without choices the one that takes the fewest cycles, as far as they are known."""
+    n, k = call.shape
+    processors = multiprocessors(None)
+
+    def cycles(made: Fp8) -> float:
+        held = schedule(n, k, call.rows, made.form, processors)
+        step, part = STEP[made.tokens], PART * made.tokens
+        items = -(-held.whole // processors) * (held.steps * step + PUT * made.tokens)
+        split = held.split and -(-held.split * held.parts // processors) * (held.share * step + held.parts * part)
+        return items + split + (held.split > 0) * PUT * made.tokens
+
+    return choices.configured(call, NAME, min(configurations(call), key=cycles))
+
+
+def configurations(call: Fp8Call) -> tuple[Fp8, ...]:
+    """Those that can pay for a call."""
+    return tuple(made for made in CONFIGURATIONS if made.tokens == 128 or call.rows > 128)
 
 
 def _schedule(call: Fp8Call, made: Fp8, index: int | None) -> Schedule:
