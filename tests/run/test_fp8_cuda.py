@@ -381,6 +381,14 @@ class TestOnGpu:
         for _ in range(2):
             assert torch.equal(linear(x, packed, precision="fp8"), linear(x, packed))
 
+    def test_exact_calls_of_many_tokens_are_remembered(self):
+        packed = pack(random_weight(272, 1088), Fragments()).to("cuda")
+        for rows in (65, 300):
+            x = to_torch(random_floats((rows, 1088), "bfloat16"), "cuda")
+            first, count = linear(x, packed), len(packed.memo)
+            assert torch.equal(linear(x, packed), first)
+            assert len(packed.memo) == count > 0
+
     def test_many_tokens_are_as_plan_says(self):
         packed = pack(random_weight(272, 1088), Fragments()).to("cuda")
         x = to_torch(random_floats((300, 1088), "bfloat16"), "cuda")
