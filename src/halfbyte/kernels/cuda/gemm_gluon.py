@@ -25,10 +25,9 @@ from typing import Any, Final
 
 from halfbyte.kernels.base import ALIGNED, Call, Kernel, LinearArgs, linear_cost
 from halfbyte.kernels.cuda import choices, fragments
-from halfbyte.kernels.cuda.decode_gluon import decode_code
-from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT
+from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT, decode_code, scales_code
 from halfbyte.kernels.cuda.launch import Program, Tensor, Written, boxes, counters, program, why_not, workspace
-from halfbyte.layouts.fragments import FACTOR, SCALE
+from halfbyte.layouts.fragments import FACTOR
 from halfbyte.numerics import Array
 
 NAME: Final = "gluon-gemm"
@@ -165,14 +164,6 @@ def multiprocessors(index: int | None) -> int:
     import torch
 
     return torch.cuda.get_device_properties(index).multi_processor_count if torch.cuda.is_available() else HOPPER
-
-
-def scales_code(dtype: str) -> str:
-    """Assembly of the scales, from the layout's ``SCALE``: $2 four bytes -> $0 and $1, pairs of 16-bit floats."""
-    shift, base = SCALE[dtype]
-    apart = "prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;"
-    scaled = " ".join(f"mad.lo.u32 ${i}, {r}, {1 << shift}, {base * 0x10001:#x};" for i, r in enumerate("ab"))
-    return f"{{ .reg .b32 a, b; {apart} {scaled} }}"
 
 
 def _size(dtype: str) -> int:

@@ -51,11 +51,13 @@ def scales_layout(R, U, W):
 
 @gluon.jit
 def wait_for_kernels_ahead():
+    """Until they have ended and what they wrote is there."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def let_the_next_kernel_start():
+    """Its launch, if it may be early."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -64,7 +66,7 @@ def let_the_next_kernel_start():
 @gluon.jit
 def item_of(t, work):
     """Item t: its tile, the part of it, its first step and its number of steps; part -1 where it is the whole tile."""
-    items, whole, share, parts, along_n, along_m, steps = work
+    _items, whole, share, parts, _along_n, _along_m, steps = work
     behind = gl.maximum(t - whole, 0)
     tile = gl.minimum(t, whole + behind // parts)
     part = behind % parts
@@ -80,7 +82,7 @@ def item_of(t, work):
 @gluon.jit
 def place_of(tile, work, GROUP: gl.constexpr):
     """Where a tile is along M and N: GROUP of them along M, then the next along N."""
-    items, whole, share, parts, along_n, along_m, steps = work
+    _items, _whole, _share, _parts, along_n, along_m, _steps = work
     of_group = GROUP * along_n
     group = tile // of_group
     high = gl.minimum(along_m - group * GROUP, GROUP)
@@ -91,7 +93,7 @@ def place_of(tile, work, GROUP: gl.constexpr):
 @gluon.jit
 def ask_for_weights(codes_map, scales_map, ring, slot, tile, step, C: gl.constexpr, R: gl.constexpr, U: gl.constexpr):
     """The words and scales of a step, of C consumers with R tiles each, into a slot; ``tile`` is the first's."""
-    codes, scales, x, full, empty = ring
+    codes, scales, _x, full, _empty = ring
     bar = full.index(slot)
     for c in gl.static_range(C):
         at = tile + c * R
@@ -109,11 +111,11 @@ def produce(maps, ring, work, BYTES: gl.constexpr, FORM: gl.constexpr):
     STAGES: gl.constexpr = FORM[4]
     GROUP: gl.constexpr = FORM[5]
     codes_map, scales_map, x_map = maps
-    items, whole, share, parts, along_n, along_m, steps = work
-    codes, scales, x, full, empty = ring
+    items = work[0]
+    _codes, _scales, x, full, empty = ring
     let_the_next_kernel_start()
-    tile, part, first, count = item_of(gl.program_id(0), work)
-    tm, tn = place_of(tile, work, GROUP)
+    tile, _part, first, count = item_of(gl.program_id(0), work)
+    _tm, tn = place_of(tile, work, GROUP)
     asked = gl.minimum(count, STAGES)
     for i in range(asked):
         mbarrier.expect(full.index(i), BYTES)
@@ -121,7 +123,7 @@ def produce(maps, ring, work, BYTES: gl.constexpr, FORM: gl.constexpr):
     wait_for_kernels_ahead()
     done = 0
     for t in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile, part, first, count = item_of(t, work)
+        tile, _part, first, count = item_of(t, work)
         tm, tn = place_of(tile, work, GROUP)
         for step in range(first, first + count):
             slot = done % STAGES
@@ -147,7 +149,7 @@ def decoded(
 ):  # fmt: skip
     """(16 R, 64 U) products of codes and scales of a box, as the operand A, k in its natural order."""
     W: gl.constexpr = gl.num_warps()
-    codes, scales, x, full, empty = ring
+    codes, scales, _x, _full, _empty = ring
     words = codes.index(box).load(codes_layout(R, U, W)).reshape(R, U, 8, 4, 4).permute(0, 1, 3, 2, 4)  # t u kt g c
     both = scales.index(box).load(scales_layout(R, U, W))
     even, odd = gl.inline_asm_elementwise(
@@ -176,7 +178,7 @@ def multiply(
     MMA: gl.constexpr,
 ):  # fmt: skip
     """(16 R, NB) f32: the sums of ``count`` steps, of which ``done`` were before in the ring."""
-    codes, scales, x, full, empty = ring
+    _codes, _scales, x, full, empty = ring
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     acc = gl.zeros([16 * R, NB], gl.float32, MMA)
     if AHEAD:
@@ -332,17 +334,17 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
     FACTOR: gl.constexpr = FORM[15]
     AHEAD: gl.constexpr = FORM[16]
     ring, work, stages, out, scale2, bias, sums, counts, M, N = given
-    items, whole, share, parts, along_n, along_m, steps = work
+    items, whole, _share, parts, _along_n, _along_m, _steps = work
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, NB, 16])
     wait_for_kernels_ahead()
     done = 0
     for t in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile, part, first, count = item_of(t, work)
+        tile, part, _first, count = item_of(t, work)
         tm, tn = place_of(tile, work, GROUP)
         n = (tn * C + WHICH) * (16 * R)
         acc, done = multiply(ring, done, count, C, WHICH, R, U, NB, STAGES, HALF, DECODE, SCALES, AHEAD, MMA)
         last = part < 0
-        if SPLIT:
+        if SPLIT:  # noqa: SIM102 - a constant
             if part >= 0:
                 acc, last = combine(acc, sums, counts, (tile - whole) * C + WHICH, part, parts, R, NB)
         if last:

@@ -474,7 +474,7 @@ def workspace(device: Any, nbytes: int) -> Any:
 
 
 def counters(device: Any, nbytes: int) -> Any:
-    """As ``workspace``, but of zeros; every kernel leaves zeros there, so a CUDA graph sets them once for each stream."""
+    """As ``workspace``, but of zeros; every kernel leaves zeros there. A CUDA graph sets them once for each stream."""
     return _of_stream("counters", device, nbytes, zeros=True)
 
 
@@ -483,7 +483,8 @@ def _of_stream(kind: str, device: Any, nbytes: int, *, zeros: bool) -> Any:
 
     make = torch.zeros if zeros else torch.empty
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    held, key = _shared, (kind, device.index, stream)
+    held: dict[Any, Any] = _shared
+    key: tuple[Any, ...] = kind, device.index, stream
     if torch._C._cuda_isCurrentStreamCapturing():
         if not zeros:
             return make(nbytes, dtype=torch.uint8, device=device)
