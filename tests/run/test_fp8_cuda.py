@@ -25,7 +25,7 @@ from halfbyte.layouts import Fragments, Rows
 from halfbyte.ops import linear, pack
 from halfbyte.torch_ops import linear_fp8_op, traced_fp8
 from halfbyte.weight import to_numpy, to_torch
-from helpers_run import random_floats, random_weight
+from helpers_run import HALF_ULP, random_floats, random_weight
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -163,8 +163,8 @@ def emulated(monkeypatch):
         y = (y if bias is None else y + bias.float()).to(out_dtype)
         return y if out is None else out.copy_(y)
 
-    def quantizer(device, dtype, k, *, ordered, pre_scale):
-        assert not ordered
+    def quantizer(device, dtype, k, *, ordered, pre_scale, early):
+        assert (ordered, early) == (False, True)
         width = fp8_quantize.pitch(k)
         words, to = (ctypes.c_int32, torch.int32) if dtype == "float32" else (ctypes.c_int16, torch.int16)
 
@@ -203,8 +203,8 @@ def test_the_result_is_rounded_once(emulated, dtype, out_dtype, bias_dtype, n, k
         out.fill_(7)
         run(x, bias, out)
         assert torch.equal(out, linear(x, twin, bias, out_dtype=out_dtype))
-    direct = n == 32 and (bias is None or bias_dtype == out_dtype != "float32")
-    assert emulated[0] == ((out.dtype, True) if direct else (torch.float32, False))
+    at_once = bias is None or bias_dtype == out_dtype != "float32"
+    assert emulated[0] == (out.dtype if at_once else torch.float32, n == 32 and at_once)
     out.fill_(7)
     scaled_mm.launch(args)
     assert torch.equal(out, linear(x, twin, bias, out_dtype=out_dtype))
@@ -344,10 +344,14 @@ class TestOnGpu:
             x = to_torch(random_floats((m, k), dtype), "cuda")
             bias = None if bias_dtype is None else to_torch(random_floats((n,), bias_dtype), "cuda")
             y = linear(x, twin, bias, out_dtype=out_dtype)
-            out = torch.empty(m, n, device="cuda")
+            out, sizes = torch.empty(m, n, device="cuda"), torch.empty(m, n, device="cuda")
             fp8.TORCH.launch(Fp8Args(x=x, weight=twin, bias=bias, out=out))
+            sized = Fp8Weight(data=twin.data & 0x7F, scale=twin.scale, pre_scale=twin.pre_scale)
+            fp8.TORCH.launch(Fp8Args(x=x.abs(), weight=sized, bias=None, out=sizes))
             assert y.dtype == getattr(torch, out_dtype)
-            assert torch.linalg.norm(y.float() - out) <= SUMS * torch.linalg.norm(out)
+            off, norm = torch.linalg.norm(y.float() - out), torch.linalg.norm(out)
+            assert off <= 2.0**-11 * torch.linalg.norm(sizes) + HALF_ULP[out_dtype] * norm
+            assert k < 1000 or off <= SUMS * norm
             assert torch.equal(linear(x, twin, bias, out_dtype=out_dtype), y)
 
     @with_fp8
