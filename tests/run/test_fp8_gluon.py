@@ -235,14 +235,14 @@ def test_what_a_launch_is_given(launches):
     at, counts = launches.memory
     buffers = args.weight.buffers()
     codes, scales, scale2, pre = (buffers[name].data_ptr() for name in ("codes", "scales", "scale2", "pre_scale"))
-    out, of_x = args.out.data_ptr(), 19 * 272 + 80
-    assert launches.quantized == [(19, args.x.data_ptr(), pre, at, at + 19 * 272)] * 2
+    out, of_x = args.out.data_ptr(), 19 * 320 + 80
+    assert launches.quantized == [(19, args.x.data_ptr(), pre, at, at + 19 * 320)] * 2
     # weights once, activations and results once for each address
-    assert launches.described == [(0, codes, (3, 40, 16)), (1, scales, (3, 80)), (2, at, (19, 272)), (3, out, (19, 40))]
+    assert launches.described == [(0, codes, (3, 40, 16)), (1, scales, (3, 80)), (2, at, (19, 320)), (3, out, (19, 40))]
     grid, values = launches.values[0]
     assert grid == (2, 1, 1)
     assert [v.address for v in values[:4]] == [codes, scales, at, out]
-    assert values[4:] == (scale2, at + 19 * 272, None, at + of_x, counts, 19, 40, 2, 0, 2, 2, 1, 1, 3)
+    assert values[4:] == (scale2, at + 19 * 320, None, at + of_x, counts, 19, 40, 2, 0, 2, 2, 1, 1, 3)
 
 
 def test_results_at_odd_addresses_are_stored_by_element(launches):
