@@ -304,14 +304,14 @@ def bind(args: LinearArgs, made: Gemm | None = None) -> Callable[[Array, Array |
     def tensors_of_x(at: int) -> tuple[Tensor, Tensor]:
         natural = first.tensor(2, at, (rows, k))
         turned = first.tensor(3, at, (8, groups, k), (k, 8 * k, 1)) if usual == TURNED else natural
-        _keep(of_x, at, (natural, turned))
+        keep(of_x, at, (natural, turned))
         return natural, turned
 
     def tensor_of_out(at: int) -> Any:
         if at % ALIGNED or usual == ELEMENTS:
             return at
         made = first.tensor(4, at, (rows, n) if usual == BOXES else (groups, 8 * n))
-        _keep(of_out, at, made)
+        keep(of_out, at, made)
         return made
 
     written = Written(device)
@@ -347,7 +347,8 @@ KEPT: Final = 256
 """Addresses of activations, and of results, that a weight and number of rows remember."""
 
 
-def _keep(known: dict[int, Any], at: int, made: Any) -> None:
+def keep(known: dict[int, Any], at: int, made: Any) -> None:
+    """Remember what was made for an address."""
     if len(known) >= KEPT:
         known.clear()
     known[at] = made

@@ -118,7 +118,7 @@ def produce(maps, ring, work, M, N, BYTES: gl.constexpr, FORM: gl.constexpr):
     GROUP: gl.constexpr = FORM[5]
     HALF: gl.constexpr = FORM[8]
     TURN: gl.constexpr = FORM[17]
-    TURNED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
+    TURNED: gl.constexpr = gl.NVMMASharedLayout(128, HALF.primitive_bitwidth, 3)
     codes_map, scales_map, x_map, x_turned = maps
     items = work[0]
     _codes, _scales, x, full, empty = ring
