@@ -285,8 +285,8 @@ def test_machine_code(made, flags, how):
     code = Program(fp8, types, held, options_of()).compile(90)
     print(code)
     assert (code.stack, code.spills, code.warnings) == (0, 0, [])
-    assert [(loop.matrix, loop.shuffles) for loop in code.loops] == [(4, 0)] * 2
-    assert max(loop.per_matrix for loop in code.loops) <= 70
+    assert [(loop.matrix, loop.shuffles) for loop in code.loops] == [(8, 0)] * 2
+    assert max(loop.per_matrix for loop in code.loops) <= 58
     assert all(count(loop.opcodes, r"(LDG|STG)\b") == 0 for loop in code.loops)
     assert code.shared <= SHARED - 1024
 
