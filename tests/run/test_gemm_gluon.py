@@ -252,7 +252,9 @@ CODES = [
 def test_machine_code(made, flags):
     code = code_of(made, **flags)
     print(code)
-    assert (code.stack, code.spills, code.warnings) == (0, 0, [])
+    assert code.warnings == []
+    assert code.stack <= 16  # what all partitions begin with may be put aside, once
+    assert [count(loop.opcodes, r"(LDL|STL)\b") for loop in code.loops] == [0] * made.consumers
     assert len(code.loops) == made.consumers
     assert [loop.shuffles for loop in code.loops] == [0] * made.consumers
     assert max(loop.per_matrix for loop in code.loops) <= 31
