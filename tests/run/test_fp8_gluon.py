@@ -28,7 +28,7 @@ from halfbyte.kernels.cuda.fp8_gluon import (
     signature,
     table_code,
 )
-from halfbyte.kernels.cuda.gemm_gluon import BOXES, ELEMENTS, SHARED, TURNED, store
+from halfbyte.kernels.cuda.gemm_gluon import SHARED
 from halfbyte.kernels.cuda.launch import Tensor, options_of
 from halfbyte.kernels.fp8 import quantized
 from halfbyte.layouts import Fragments, Rows
@@ -194,9 +194,9 @@ def launches(monkeypatch):
     """What ``bind`` launches and describes, with stand-ins for the driver."""
     state = SimpleNamespace(kinds=[], values=[], described=[], quantized=[], asked=[])
 
-    def program(call, bias, made, device, how, split):
+    def program(call, bias, made, device, whole, split):
         def run(grid, values):
-            state.kinds.append(how)
+            state.kinds.append("boxes" if whole else "elements")
             state.values.append((grid, values))
 
         def tensor(place, address, shape, strides=None):
@@ -238,22 +238,21 @@ def test_what_a_launch_is_given(launches):
     out, of_x = args.out.data_ptr(), 19 * 320 + 80
     assert launches.quantized == [(19, args.x.data_ptr(), pre, at, at + 19 * 320)] * 2
     # weights once, activations and results once for each address
-    assert launches.described == [(0, codes, (3, 40, 16)), (1, scales, (3, 80)), (2, at, (19, 320)), (4, out, (19, 40))]
+    assert launches.described == [(0, codes, (3, 40, 16)), (1, scales, (3, 80)), (2, at, (19, 320)), (3, out, (19, 40))]
     grid, values = launches.values[0]
     assert grid == (2, 1, 1)
-    assert [v.address for v in values[:5]] == [codes, scales, at, at, out]
-    assert values[5:] == (out, scale2, at + 19 * 320, None, at + of_x, counts, 19, 40, 2, 0, 2, 2, 1, 1, 3)
+    assert [v.address for v in values[:4]] == [codes, scales, at, out]
+    assert values[4:] == (scale2, at + 19 * 320, None, at + of_x, counts, 19, 40, 2, 0, 2, 2, 1, 1, 3)
 
 
-def test_results_whose_rows_begin_anywhere_are_stored_in_turn_and_at_odd_addresses_by_element(launches):
+def test_results_at_odd_addresses_are_stored_by_element(launches):
     for n, at in ((40, 0), (40, 2), (41, 0)):
         _, args = fp8_arguments(n=n, k=80, rows=19)
         out = torch.empty(19 * n + 8, dtype=torch.bfloat16)
         out = out[(-out.data_ptr() // 2) % 8 + at :][: 19 * n].view(19, n)
         fp8_gluon.bind(args, Fp8())(args.x, None, out)
-        assert launches.values[-1][1][9:11] == (None, None)  # nothing is split
-    assert launches.kinds == [BOXES, ELEMENTS, TURNED]
-    assert launches.described[-2:] == [(3, launches.memory[0], (8, 2, 128)), (4, out.data_ptr(), (2, 8 * 41))]
+        assert launches.values[-1][1][7:9] == (None, None)  # nothing is split
+    assert launches.kinds == ["boxes", "elements", "elements"]
 
 
 def test_activations_at_odd_addresses_are_copied(launches):
@@ -267,21 +266,25 @@ def test_activations_at_odd_addresses_are_copied(launches):
 # Machine code
 
 
+def program_of(made, call, whole):
+    types = signature(call.out_dtype, made, "*fp32", whole)
+    return types, constants(call, made, whole, made.parts > 1)
+
+
 CODES = [
-    (Fp8(parts=2), {}, BOXES),
-    (Fp8(), {"layout": Fragments("float16"), "out_dtype": "float32", "per_row": True, "bias": True}, TURNED),
-    (Fp8(tokens=128, parts=3), {"out_dtype": "float16"}, ELEMENTS),
+    (Fp8(parts=2), {}, True),
+    (Fp8(), {"layout": Fragments("float16"), "out_dtype": "float32", "per_row": True, "bias": True}, True),
+    (Fp8(tokens=128, parts=3), {"out_dtype": "float16"}, False),
 ]
 
 
 @needs_triton
-@pytest.mark.parametrize(("made", "flags", "how"), CODES, ids=str)
-def test_machine_code(made, flags, how):
+@pytest.mark.parametrize(("made", "flags", "whole"), CODES, ids=str)
+def test_machine_code(made, flags, whole):
     from halfbyte.kernels.cuda.fp8_gluon_code import fp8
 
-    call = accepted(**flags)
-    types = {name: of.removesuffix(":16") for name, of in signature(call.out_dtype, made, "*fp32", how).items()}
-    held = constants(call, made, how, made.parts > 1)
+    types, held = program_of(made, accepted(**flags), whole)
+    types = {name: of.removesuffix(":16") for name, of in types.items()}
     code = Program(fp8, types, held, options_of()).compile(90)
     print(code)
     assert (code.stack, code.spills, code.warnings) == (0, 0, [])
@@ -315,12 +318,13 @@ def jobs():
     for call, bias, made in found:
         chosen = made or fp8_gluon.configure(call)
         split = fp8_gluon._schedule(call, chosen, 0).split > 0
+        whole = call.shape[0] * (4 if call.out_dtype == "float32" else 2) % 16 == 0
         how = {"capability": 90, "ordered": True, "pre_scale": call.pre_scale, "early": True}
         types, held, warps = fp8_quantize.specified(call.dtype, call.shape[1], **how)
         yield "halfbyte.kernels.cuda.fp8_quantize_code", "quantize", (types, held, options_of(warps=warps))
-        for how in {store(call, chosen.form), ELEMENTS}:
-            types = signature(call.out_dtype, chosen, f"*{fp8_gluon.TYPES[bias]}", how)
-            program = types, constants(call, chosen, how, split), options_of()
+        for fits in {whole, False}:
+            types = signature(call.out_dtype, chosen, f"*{fp8_gluon.TYPES[bias]}", fits)
+            program = types, constants(call, chosen, fits, split), options_of()
             yield "halfbyte.kernels.cuda.fp8_gluon_code", "fp8", program
 
 

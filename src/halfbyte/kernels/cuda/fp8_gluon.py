@@ -31,17 +31,13 @@ from halfbyte.kernels.cuda.fp8_quantize import nbytes, pitch, quantizer, scales_
 from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT
 from halfbyte.kernels.cuda.gemm_gluon import (
     BESIDE,
-    BOXES,
-    ELEMENTS,
+    KEPT,
     SHARED,
-    TURNED,
     Gemm,
     Schedule,
-    keep,
     multiprocessors,
     schedule,
     scratch_of,
-    store,
 )
 from halfbyte.kernels.cuda.launch import Program, Tensor, boxes, counters, program, why_not, workspace
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call, cost
@@ -94,23 +90,15 @@ CONFIGURATIONS: Final = tuple(Fp8(tokens, parts) for tokens in (256, 128) for pa
 """Those that are tested."""
 
 
-def signature(out_dtype: str, made: Fp8, bias: str, how: str) -> dict[str, str]:
-    """The types of the device code's arguments; ``how`` as of ``gemm_gluon.store``."""
+def signature(out_dtype: str, made: Fp8, bias: str, whole: bool) -> dict[str, str]:
+    """The types of the device code's arguments; ``whole``: rows of out begin at multiples of 16 bytes."""
     form, out = made.form, TYPES[out_dtype]
-    places = {
-        BOXES: boxes(out, (form.height(_size(out_dtype)), TILE * form.tiles), 128),
-        TURNED: boxes(out, (made.tokens // 8, TILE * form.tiles), 128),
-        ELEMENTS: f"*{out}",
-    }
-    natural = boxes("fp8e4nv", (made.tokens, UNIT * UNITS), 128)
     numbers = ("M", "N", "items", "whole", "share", "parts", "along_n", "along_m", "steps")
     return {
         "codes_map": boxes("i32", (form.tiles, 8 * UNITS, 16), 64),
         "scales_map": boxes("i32", (form.tiles, 16 * UNITS), 0),
-        "x_map": natural,
-        "x_turned": boxes("fp8e4nv", (8, made.tokens // 8, UNIT * UNITS), 128) if how == TURNED else natural,
-        "out_map": places[how],
-        "out": f"*{out}",
+        "x_map": boxes("fp8e4nv", (made.tokens, UNIT * UNITS), 128),
+        "out": boxes(out, (form.height(_size(out_dtype)), TILE * form.tiles), 128) if whole else f"*{out}",
         "scale2": "*fp32",
         "xscale": "*fp32",
         "bias": bias,
@@ -120,7 +108,7 @@ def signature(out_dtype: str, made: Fp8, bias: str, how: str) -> dict[str, str]:
     }
 
 
-def constants(call: Fp8Call, made: Fp8, how: str, split: bool) -> dict[str, Any]:
+def constants(call: Fp8Call, made: Fp8, whole: bool, split: bool) -> dict[str, Any]:
     """The constants of the device code."""
     form, size = made.form, _size(call.out_dtype)
     assert isinstance(call.layout, Fragments)
@@ -134,13 +122,12 @@ def constants(call: Fp8Call, made: Fp8, how: str, split: bool) -> dict[str, Any]
         "SPLIT": split,
         "HEIGHT": form.height(size),
         "REGISTERS": form.registers[1],
-        "TMA": how == BOXES,
+        "TMA": whole,
         "PER_ROW": call.per_row,
         "BIAS": call.bias,
         "TABLE": table_code(),
         "LOOK_UP": look_up_code(call.layout.dtype),
         "FACTOR": FACTOR,
-        "TURN": how == TURNED,
     }
 
 
@@ -287,40 +274,32 @@ def bind(args: Fp8Args, made: Fp8 | None = None) -> Callable[[Array, Array | Non
     bias_type = fragments.bias_type(args.bias)
     numbers = (rows, n, held.items, held.whole, held.share, held.parts, held.along_n, held.along_m, held.steps)
     grid = (held.grid, 1, 1)
-    usual = store(call, made.form)
-    first = _program(call, bias_type, made, device, usual, held.split > 0)
-    programs = {usual: first}
+    fits = n * args.out.element_size() % ALIGNED == 0
+    programs = {whole: _program(call, bias_type, made, device, whole, held.split > 0) for whole in {fits, False}}
+    first = programs[fits]
     codes = first.tensor(0, buffers["codes"].data_ptr(), (-(-n // TILE), 8 * units, 16))
     scales = first.tensor(1, buffers["scales"].data_ptr(), (-(-n // TILE), 16 * units))
-    groups, width = max(1, rows // 8), pitch(k, ordered=True)
-    of_data: dict[int, tuple[Tensor, Tensor]] = {}
-    of_out: dict[int, Any] = {}
+    known: dict[tuple[int, int], Tensor] = {}
 
-    def tensors_of_data(at: int) -> tuple[Tensor, Tensor]:
-        natural = first.tensor(2, at, (rows, width))
-        turned = first.tensor(3, at, (8, groups, width), (width, 8 * width, 1)) if usual == TURNED else natural
-        keep(of_data, at, (natural, turned))
-        return natural, turned
-
-    def tensor_of_out(at: int) -> Any:
-        if at % ALIGNED or usual == ELEMENTS:
-            return at
-        made = first.tensor(4, at, (rows, n) if usual == BOXES else (groups, 8 * n))
-        keep(of_out, at, made)
-        return made
+    def tensor(place: int, at: int, width: int) -> Tensor:
+        found = known.get((place, at))
+        if found is None:
+            if len(known) >= KEPT:
+                known.clear()
+            found = known[place, at] = first.tensor(place, at, (rows, width))
+        return found
 
     def run(x: Any, bias: Any, out: Any) -> None:
         x = fragments.aligned(x)
         to = out.data_ptr()
-        how = ELEMENTS if to % ALIGNED else usual
+        whole = fits and not to % ALIGNED
         at = workspace(device, of_x + of_sums).data_ptr()
         quantize(rows, x.data_ptr(), None if pre is None else pre.data_ptr(), at, at + scales_from)
         values = (
             codes,
             scales,
-            *(of_data.get(at) or tensors_of_data(at)),
-            of_out.get(to) or tensor_of_out(to),
-            to,
+            tensor(2, at, pitch(k, ordered=True)),
+            tensor(3, to, n) if whole else to,
             scale2,
             at + scales_from,
             None if bias is None else bias.data_ptr(),
@@ -328,18 +307,16 @@ def bind(args: Fp8Args, made: Fp8 | None = None) -> Callable[[Array, Array | Non
             counters(device, of_counts).data_ptr() if of_counts else None,
             *numbers,
         )
-        if how not in programs:
-            programs[how] = _program(call, bias_type, made, device, how, held.split > 0)
-        programs[how](grid, values)
+        programs[whole](grid, values)
 
     return run
 
 
-def _program(call: Fp8Call, bias: str, made: Fp8, device: Any, how: str, split: bool) -> Program:
+def _program(call: Fp8Call, bias: str, made: Fp8, device: Any, whole: bool, split: bool) -> Program:
     from halfbyte.kernels.cuda.fp8_gluon_code import fp8
 
-    types = signature(call.out_dtype, made, bias, how)
-    return program(fp8, types, constants(call, made, how, split), device=device, pdl=True)
+    types = signature(call.out_dtype, made, bias, whole)
+    return program(fp8, types, constants(call, made, whole, split), device=device, pdl=True)
 
 
 def launch(args: Fp8Args) -> None:
@@ -354,7 +331,8 @@ def load(call: Fp8Call, made: Fp8 | None = None) -> None:
     made = configure(call) if made is None else made
     device = torch.device("cuda", torch.cuda.current_device())
     quantizer(device, call.dtype, call.shape[-1], ordered=True, pre_scale=call.pre_scale, early=True)
-    _program(call, "*fp32", made, device, store(call, made.form), _schedule(call, made, device.index).split > 0)
+    whole = call.shape[0] * _size(call.out_dtype) % ALIGNED == 0
+    _program(call, "*fp32", made, device, whole, _schedule(call, made, device.index).split > 0)
 
 
 GLUON: Final = Kernel(

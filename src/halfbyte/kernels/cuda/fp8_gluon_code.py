@@ -20,7 +20,6 @@ from halfbyte.kernels.cuda.gemm_gluon_code import (
     _bits,
     allocate,
     combine,
-    is_turned,
     item_of,
     place_of,
     produce,
@@ -192,14 +191,14 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
     GROUP: gl.constexpr = FORM[5]
     SPLIT: gl.constexpr = FORM[6]
     HEIGHT: gl.constexpr = FORM[7]
-    TMA: gl.constexpr = FORM[10]
-    PER_ROW: gl.constexpr = FORM[11]
-    BIAS: gl.constexpr = FORM[12]
-    TABLE: gl.constexpr = FORM[13]
-    LOOK_UP: gl.constexpr = FORM[14]
-    FACTOR: gl.constexpr = FORM[15]
-    TURN: gl.constexpr = FORM[17]
-    ring, work, stages, to, scale2, xscale, bias, sums, counts, M, N = given
+    TO: gl.constexpr = FORM[8]
+    TMA: gl.constexpr = FORM[9]
+    PER_ROW: gl.constexpr = FORM[10]
+    BIAS: gl.constexpr = FORM[11]
+    TABLE: gl.constexpr = FORM[12]
+    LOOK_UP: gl.constexpr = FORM[13]
+    FACTOR: gl.constexpr = FORM[14]
+    ring, work, stages, out, scale2, xscale, bias, sums, counts, M, N = given
     items, whole, _share, parts, _along_n, _along_m, _steps = work
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, NB, 32])
     ALONG: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -210,11 +209,7 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
         tile, part, _first, count = item_of(t, work)
         tm, tn = place_of(tile, work, GROUP)
         n = (tn * C + WHICH) * (16 * R)
-        turned = is_turned(tm, tn, M, N, C, R, NB)
-        m = gl.arange(0, NB, layout=ALONG)
-        if TURN:
-            m = gl.where(turned, m % (NB // 8) * 8 + m // (NB // 8), m)
-        m += tm * NB
+        m = tm * NB + gl.arange(0, NB, layout=ALONG)
         tokens = gl.load(xscale + m, mask=m < M, other=0.0)
         acc, slot, phase = multiply(ring, slot, phase, count, C, WHICH, R, U, NB, STAGES, TABLE, LOOK_UP, MMA)
         last = part < 0
@@ -223,8 +218,8 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
                 acc, last = combine(acc, sums, counts, (tile - whole) * C + WHICH, part, parts, R, NB)
         if last:
             acc = scaled(acc, scale2, tokens, bias, n, N, 16 * R, PER_ROW, BIAS, FACTOR)
-            put(acc, stages.index(WHICH), to, tm * NB, n, 0, M, N, turned, TMA, TURN, HEIGHT, 16 * R, NB, NB)
-    if TMA or TURN:
+            put(acc, stages.index(WHICH), out, tm * NB, n, M, N, TO, TMA, HEIGHT, 16 * R, NB)
+    if TMA:
         tma.store_wait(0)
 
 
@@ -233,8 +228,6 @@ def fp8(
     codes_map,
     scales_map,
     x_map,
-    x_turned,
-    out_map,
     out,
     scale2,
     xscale,
@@ -265,33 +258,28 @@ def fp8(
     TABLE: gl.constexpr,
     LOOK_UP: gl.constexpr,
     FACTOR: gl.constexpr,
-    TURN: gl.constexpr,
 ):
     """M rows of x times the weight. What is not here is as in ``gemm_gluon_code.gemm``.
 
     Args:
         x_map: boxes (NB, 64 U) of (M, K) e4m3, in the order of ``decoded``.
-        x_turned: the same, of x as (8, M / 8, K).
         xscale: (M,) f32.
         TABLE: assembly: two scales -> two tables.
         LOOK_UP: assembly: two tables and two words -> four registers of bytes.
         FACTOR: what products lack beside scale2 and xscale.
     """
-    TO: gl.constexpr = out.dtype.element_ty
+    TO: gl.constexpr = out.dtype if TMA else out.dtype.element_ty
     BYTES: gl.constexpr = C * R * U * 576 + NB * U * 64
     ring = allocate(codes_map, scales_map, x_map, C, R, U, NB, STAGES)
     WIDE: gl.constexpr = TO.primitive_bitwidth
     stages = gl.allocate_shared_memory(TO, [C, HEIGHT, 16 * R], gl.NVMMASharedLayout(128, WIDE, 2))
     work = (items, whole, share, parts, along_n, along_m, steps)
-    given = (ring, work, stages, (out_map, out), scale2, xscale, bias, sums, counts, M, N)
-    FORM: gl.constexpr = (
-        C, R, U, NB, STAGES, GROUP, SPLIT, HEIGHT, gl.float8e4nv, TO, TMA, PER_ROW, BIAS, TABLE, LOOK_UP, FACTOR,
-        False, TURN,
-    )  # fmt: skip
-    maps = (codes_map, scales_map, x_map, x_turned)
+    given = (ring, work, stages, out, scale2, xscale, bias, sums, counts, M, N)
+    FORM: gl.constexpr = (C, R, U, NB, STAGES, GROUP, SPLIT, HEIGHT, TO, TMA, PER_ROW, BIAS, TABLE, LOOK_UP, FACTOR)
+    maps = (codes_map, scales_map, x_map)
     gl.static_assert(C == 2)
     gl.warp_specialize(
-        [(consume, (given, 0, FORM)), (consume, (given, 1, FORM)), (produce, (maps, ring, work, M, N, BYTES, FORM))],
+        [(consume, (given, 0, FORM)), (consume, (given, 1, FORM)), (produce, (maps, ring, work, BYTES, FORM))],
         [4, 1],
         [REGISTERS, 32],
     )
