@@ -291,9 +291,9 @@ def bind(args: LinearArgs, made: Gemm | None = None) -> Callable[[Array, Array |
         x = fragments.aligned(x)
         to = out.data_ptr()
         whole = fits and not to % ALIGNED
-        sums, counts = (
-            (workspace(device, of_sums).data_ptr(), counters(device, of_counts).data_ptr()) if of_sums else (None, None)
-        )
+        sums = counts = None
+        if of_sums:  # both are held until the launch: what is not, the next allocation may get
+            sums, counts = workspace(device, of_sums), counters(device, of_counts)
         values = (
             codes,
             scales,
@@ -301,8 +301,8 @@ def bind(args: LinearArgs, made: Gemm | None = None) -> Callable[[Array, Array |
             tensor(3, to, n) if whole else to,
             scale2,
             None if bias is None else bias.data_ptr(),
-            sums,
-            counts,
+            None if sums is None else sums.data_ptr(),
+            None if counts is None else counts.data_ptr(),
             *numbers,
         )
         programs[written.over, whole](grid, values)
