@@ -250,12 +250,12 @@ def _why(call: Call, kernel: Kernel[Any, Any]) -> str:
         return "forced by HALFBYTE_KERNEL"
     found = choice(call, kernel.name)
     if found is not None:
-        first = pick(call.capability, call.shape, call.rows, call.dtype)[0].kernel == kernel.name
+        first = pick(call)[0].kernel == kernel.name
         n, k = found.shape
         best = "best" if first else "best of those that accept"
         if call.dtype != found.dtype:
             best += f" with {found.dtype}"
-        return f"{best} on {found.measurement['gpu']} at {n}x{k}, measured {found.measurement['date']}"
+        return f"{best} on {found.measurement['gpu']} at {n}x{k}, measured {found.measurement['date']}, {found.origin}"
     unknown = f"; nothing was measured for it on sm_{call.capability}" if call.capability else ""
     return f"first in the table that accepts{unknown}"
 

@@ -72,7 +72,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "writing",
         "tiers",
     ),
-    "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
+    "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools", "tuning", "tuning_cuda"),
     "kernels": (*MEANING, "layouts", "decode_cuda", "decode_cuda_code", "vectors", "decode_code"),
     "tiers": RUN,
     "operands": RUN,
@@ -87,10 +87,15 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "hf": (*RUN, "ops", "torch_ops", "nn"),
     "parallel": (*RUN, "ops", "torch_ops", "nn"),
     "timing": BASE,
+    "trials": FILES,
+    "tuned": BASE,
+    "tuning": (*RUN, "tuned"),
+    "tuning_cuda": (*RUN, "timing", "trials", "tuning"),
 }
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- arrays <-
 kinds, shifts <- weight <- recipes, layouts; layouts <- dialects <- checkpoint <- writing <- tools <- cli, and
-layouts <- kernels <- operands <- int8_ops <- plans, remembered <- ops <- nn; kernels <- tiers <- tools, for doctor."""
+layouts <- kernels <- operands <- int8_ops <- plans, remembered <- ops <- nn; kernels <- tiers <- tools, for doctor;
+kernels, timing, trials <- tuning <- tuning_cuda <- cli, for tune."""
 
 CHAINS = {
     "checkpoint": {

@@ -17,6 +17,7 @@ from benchmarks.gpu_subjects import Candidate, Result, Weights
 
 import halfbyte as hb
 from halfbyte.kernels.cuda.ceilings import CEILINGS
+from halfbyte.trials import WrongResultError
 
 H200 = CEILINGS["NVIDIA H200"]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -235,7 +236,7 @@ def test_what_is_wrong_is_found(product, spoil, words):
         candidate.call(0)
         spoil(result.memory, candidate.out)
 
-    with pytest.raises(RuntimeError, match=words):
+    with pytest.raises(WrongResultError, match=words):
         gpu_subjects.error(candidate, x, result, replay)
 
 

@@ -53,6 +53,9 @@ UNIT: Final = 64
 TILE: Final = 16
 """Features of a unit."""
 
+_PROGRAMS: Final = 64
+"""Fewer are too few for a GPU that this runs on."""
+
 _TYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -194,6 +197,21 @@ def configure(call: Call) -> Decode:
     return choices.configured(call, NAME, FEW if call.rows <= 8 else MANY)
 
 
+def configurations(call: Call) -> tuple[Decode, ...]:
+    """Those that can pay: enough programs for a GPU, enough loads on their way, and not two that are the same code."""
+    n, k = call.shape[-2:]
+    least, most, longest = (3, 6, 6) if call.rows <= 8 else (2, 8, 5)
+    found: dict[Any, Decode] = {}
+    for made in CONFIGURATIONS:
+        units = made.ahead * made.tiles
+        fits = n >= _PROGRAMS * TILE * made.tiles or made.tiles == 1
+        if not fits or not least <= units <= most or made.ahead > longest:
+            continue
+        held = constants((n, k), call.rows, call.dtype, per_row=False, bias=False, made=made)
+        found.setdefault((made.warps, made.registers, *held.values()), made)
+    return tuple(found.values())
+
+
 def refuse(call: Call) -> tuple[str, ...]:
     """Why it declines a call."""
     reasons = list(why_not(call, least=90, most=90, gluon=True))
@@ -285,12 +303,13 @@ def launch(args: LinearArgs) -> None:
     bind(args)(args.x, args.bias, args.out)
 
 
-def load(call: Call) -> None:
-    """Compile it."""
+def load(call: Call, made: Decode | None = None) -> None:
+    """Compile it; ``made`` instead of the configuration chosen."""
+    made = configure(call) if made is None else made
     import torch
 
     for pdl in (False, True):
-        _program(call, "float32", configure(call), torch.device(call.device), pdl)
+        _program(call, "float32", made, torch.device(call.device), pdl)
 
 
 GLUON: Final = Kernel(
@@ -303,4 +322,6 @@ GLUON: Final = Kernel(
     cost=linear_cost,
     bind=bind,
     configure=configure,
+    configurations=configurations,
+    compile=load,
 )
