@@ -283,7 +283,7 @@ def _jobs(kernel: Kernel[Any, Any], calls: Sequence[Call], reasons: list[str]) -
     assert kernel.configurations is not None
     refusals: list[tuple[str, ...]] = [kernel.refuse(call) for call in calls]
     if () not in refusals:
-        reasons.append(f"{kernel.name}: {', and '.join(min(refusals, key=len))}")
+        reasons.append(f"{kernel.name}: {', and '.join(min((len(one), one) for one in refusals)[1])}")
         return []
     call = calls[refusals.index(())]
     return [Job(kernel, call, made) for made in kernel.configurations(call)]
