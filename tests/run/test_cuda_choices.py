@@ -171,7 +171,7 @@ class TestFile:
     )
     def test_a_damaged_entry(self, changes, message, measured, tmp_path):
         with pytest.raises(FormatError) as caught:
-            measured(entry([64, 64], (None, "a", {}, {}), **changes))
+            measured(entry([64, 64], (None, "a", {}, {})) | changes)
         said = f"{tmp_path / 'choices.json'}: damaged choices of kernels: got {message}"
         assert str(caught.value).startswith(said)
 
