@@ -52,10 +52,17 @@ def remember(x: Array, packed: Packed, bias: Array | None, out_dtype: Any, to: s
     if kernel.bind is None:
         return
     run, shape = kernel.bind(args), (*x.shape[:-1], n)
-    if len(packed.memo) > _FEW_CALLS:
-        packed.memo.clear()
-    made = _on_tensors(run, packed, shape, args.out) if is_torch(x) else _on_arrays(run, shape, args.out.dtype)
-    packed.memo[key_of(x, bias, out_dtype)] = made
+    buffers = list(packed.buffers().values())
+    made = on_tensors(run, buffers, shape, args.out) if is_torch(x) else _on_arrays(run, shape, args.out.dtype)
+    keep(packed.memo, key_of(x, bias, out_dtype), made)
+
+
+def keep(memo: dict[Any, Any], key: tuple[Any, ...], made: Call) -> None:
+    """Keep what a call comes down to with its weight; of many calls all are forgotten first, but nothing else is."""
+    if len(memo) > _FEW_CALLS:
+        for known in [known for known in memo if isinstance(known, tuple)]:
+            del memo[known]
+    memo[key] = made
 
 
 def _on_arrays(run: Callable[..., None], shape: tuple[int, ...], dtype: Any) -> Call:
@@ -78,7 +85,7 @@ def lookups(run: Callable[..., None], packed: Packed, dtype: Any) -> Callable[[A
     import torch
 
     k, device = packed.shape[-1], packed.buffers()["codes"].device
-    unchanged, make = _watched(packed), torch.empty
+    unchanged, make = _watched(list(packed.buffers().values())), torch.empty
 
     def call(ids: Array) -> Array | None:
         if not unchanged():
@@ -93,9 +100,8 @@ def lookups(run: Callable[..., None], packed: Packed, dtype: Any) -> Callable[[A
     return call
 
 
-def _watched(packed: Packed) -> Callable[[], bool]:
+def _watched(buffers: list[Any]) -> Callable[[], bool]:
     """A question: whether torch wrote to no buffer of a weight since, and on a GPU none has moved."""
-    buffers: list[Any] = list(packed.buffers().values())
     counted = [(b, b._version) for b in buffers if not b.is_inference()]
     moving = [(b, b.data_ptr()) for b in buffers if b.is_cuda]
 
@@ -111,14 +117,22 @@ def _watched(packed: Packed) -> Callable[[], bool]:
     return unchanged
 
 
-def _on_tensors(run: Callable[..., None], packed: Packed, shape: tuple[int, ...], like: Array) -> Call:
+def on_tensors(run: Callable[..., None], buffers: list[Any], shape: tuple[int, ...], like: Array) -> Call:
+    """What a call on a weight in tensors comes down to; None where that does not hold any more.
+
+    Args:
+        run: of a kernel's ``bind``.
+        buffers: of the weight.
+        shape: of the result.
+        like: a result.
+    """
     import torch
 
     with torch.inference_mode(False):
         pattern = torch.empty(1, dtype=like.dtype, device=like.device).expand(shape)  # holds one value
     make, allowed = torch.empty_like, torch.is_grad_enabled
     aligned = ALIGNED if like.is_cuda else 1
-    unchanged = _watched(packed)
+    unchanged = _watched(buffers)
 
     def call(x: Array, bias: Array | None) -> Array | None:
         if not unchanged():

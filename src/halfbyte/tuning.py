@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from halfbyte.errors import HalfbyteError, NoKernelError, UsageError
 from halfbyte.findings import Report
-from halfbyte.kernels import KERNELS, Call, Kernel
+from halfbyte.kernels import KERNELS, Call, Fp8Call, Kernel
 from halfbyte.kernels.cuda import choices
 from halfbyte.layouts import Columns, Fragments, Layout
 from halfbyte.numerics import BLOCK
@@ -32,7 +32,7 @@ SHAPES: Final = (
 """(N, K) of layers of models from 1 to 405 billion weights, and of their vocabularies, in the order of measuring."""
 ROWS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Numbers of tokens."""
-OPS: Final[Mapping[str, type[Call]]] = {"exact": Call}
+OPS: Final[Mapping[str, type[Call]]] = {"exact": Call, "fp8": Fp8Call}
 """For each precision the class of its calls."""
 DTYPES: Final = ("bfloat16", "float16")
 SECONDS: Final = 240.0

@@ -21,6 +21,7 @@ from halfbyte import timing, trials
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.base import Call, capability
 from halfbyte.kernels.cuda import launch
+from halfbyte.kernels.fp8 import quantized
 from halfbyte.trials import WrongResultError
 from halfbyte.tuning import Job, LostError, Result
 
@@ -34,6 +35,8 @@ HOT_ROWS, REST = 256, 0.01
 """From so many tokens on, each batch waits so many seconds before: products heat the GPU until it slows down."""
 WRONG: Final = {"bfloat16": 4e-3, "float16": 1e-3}
 """An error larger than this part of the result's norm is no rounding."""
+WRONG_FP8: Final = 1e-2
+"""Beside the product of the quantized values; what the sums of FP8 matrix units lose grows with K."""
 
 
 class Gpu:
@@ -163,7 +166,7 @@ class Gpu:
         result.poison()
         timed.replay()
         wrong, all_ = result.errors(weights.stripes, expected)
-        most = WRONG[call.dtype]
+        most = WRONG[call.dtype] if call.op == Call.op else WRONG_FP8
         if not sqrt(wrong) <= most * sqrt(all_):
             raise WrongResultError(f"off by {sqrt(wrong / all_):.2g} of the norm, more than {most:g}")
 
@@ -184,8 +187,11 @@ class Gpu:
 
 
 def exact(weights: trials.Weights, x: Any, call: Call) -> Any:
-    """(M, rows) f64: the product of x and the rows of the weight that are checked."""
-    return x.double() @ weights.exact.T
+    """(M, rows) f64: the product of x and the rows of the weight that are checked, as an op has both."""
+    if call.op == Call.op:
+        return x.double() @ weights.exact.T
+    data, scale = quantized(x)
+    return (data.view(torch.float8_e4m3fn).double() * scale.double()) @ weights.exact_fp8.T
 
 
 def _line(error: BaseException) -> str:

@@ -6,17 +6,18 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, embedding, int8, reference
+from halfbyte.kernels import attention, embedding, fp8, int8, reference
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
-from halfbyte.kernels.cuda import choices, columns, decode, decode_gluon, gemm
+from halfbyte.kernels.cuda import choices, columns, decode, decode_gluon, gemm, scaled_mm
 from halfbyte.kernels.cuda import embedding as cuda_embedding
 from halfbyte.kernels.descriptors import TensorDesc
 from halfbyte.kernels.embedding import EmbeddingArgs, EmbeddingCall
 from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
 from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
+from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
 from halfbyte.kernels.int8 import Int8Args, Int8Call
 
 KERNELS: tuple[Kernel[Any, Any], ...] = (
@@ -36,6 +37,9 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     cpu_int8.VNNI,
     cpu_int8.PORTABLE,
     int8.NUMPY,
+    scaled_mm.TORCH,
+    fp8.TORCH,
+    fp8.NUMPY,
     attention.LLM_TORCH,
     attention.LLM_NUMPY,
     attention.LLM_PAGED_TORCH,
@@ -58,6 +62,8 @@ __all__ = [
     "EmbeddingCall",
     "FmhaV2Llm",
     "FmhaV2Vit",
+    "Fp8Args",
+    "Fp8Call",
     "Int8Args",
     "Int8Call",
     "Kernel",

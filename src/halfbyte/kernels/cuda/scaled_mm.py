@@ -1,0 +1,120 @@
+"""``linear`` with an FP8 twin on an NVIDIA GPU: activations quantized for each token, then ``torch._scaled_mm``.
+
+N and K are padded to 16 where they are no multiples of it, once, in a copy of the twin that is kept with it. Where the
+result is narrower than that, or a bias is not of its dtype, the product is made in float32 and rounded after the bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from halfbyte.kernels.base import ALIGNED, Kernel, load_torch
+from halfbyte.kernels.cuda.fp8_quantize import nbytes, pitch, quantizer, scales_at
+from halfbyte.kernels.cuda.launch import why_not, workspace
+from halfbyte.kernels.fp8 import Fp8Args, Fp8Call, cost
+from halfbyte.kernels.fp8 import refuse as refuse_any
+from halfbyte.kinds import Fp8Weight
+from halfbyte.numerics import Array
+
+NAME: Final = "scaled-mm"
+FAST: Final = True
+"""Whether the matrix units' own sums are all there are; else they are added up in float32 now and then."""
+
+
+def refuse(call: Fp8Call) -> tuple[str, ...]:
+    """Why it declines a call."""
+    reasons = (*why_not(call, least=89), *refuse_any(call))
+    return reasons if call.resident else (*reasons, "multiplies by an Fp8Weight, not by NVFP4; see halfbyte.to_fp8")
+
+
+def padding(call: Fp8Call) -> int:
+    """Bytes that are kept with an accepted call's twin: its padded copy, if one is needed, and a scale for each row."""
+    n, k = call.shape
+    return (pitch(n) * pitch(k) if n % ALIGNED or k % ALIGNED else 0) + 4 * pitch(n)
+
+
+def operand(weight: Fp8Weight) -> tuple[Any, Any]:
+    """The twin as ``torch._scaled_mm`` takes it, (K, N) float8 by columns and (1, N) f32, with N and K padded."""
+    import torch
+
+    (n, k), data, scale = weight.shape, weight.data, weight.scale
+    versions = [0 if a.is_inference() else a._version for a in (data, scale)]
+    known = weight.memo.get(NAME)
+    if known is None or known[0] != versions:
+        padded = None
+        if n % ALIGNED or k % ALIGNED or data.data_ptr() % ALIGNED:
+            padded = torch.zeros(pitch(n), pitch(k), dtype=torch.uint8, device=data.device)
+            padded[:n, :k] = data
+        scales = torch.zeros(1, pitch(n), device=data.device)
+        scales[0, :n] = scale[:, 0]
+        known = weight.memo[NAME] = versions, padded, scales
+    _, padded, scales = known
+    return (data if padded is None else padded).view(torch.float8_e4m3fn).t(), scales
+
+
+def bind(args: Fp8Args) -> Callable[[Array, Array | None, Array], None]:
+    """What is left of a launch for calls like these, on the same twin."""
+    import torch
+
+    assert isinstance(args.weight, Fp8Weight)
+    (n, k), m, device, dtype = args.weight.shape, args.x.shape[0], args.x.device, args.out.dtype
+    b, scale = operand(args.weight)
+    pre = None if args.weight.pre_scale is None else args.weight.pre_scale.float().contiguous()
+    quantize = quantizer(device, str(args.x.dtype).removeprefix("torch."), k, ordered=False, pre_scale=pre is not None)
+    width, at, needed = pitch(k), scales_at(m, k), nbytes(m, k)
+    direct = not n % ALIGNED and (args.bias is None or args.bias.dtype == dtype != torch.float32)
+    held: list[Any] = [None, None, None]
+
+    def run(x: Any, bias: Any, out: Any) -> None:
+        memory = workspace(device, needed)
+        if memory is held[0]:
+            _, data, scales = held
+        else:
+            data = memory[: m * width].view(torch.float8_e4m3fn).view(m, width)
+            scales = memory[at : at + 4 * m].view(torch.float32).view(m, 1)
+            if not torch._C._cuda_isCurrentStreamCapturing():
+                held[:] = memory, data, scales
+        quantize(m, x.data_ptr(), None if pre is None else pre.data_ptr(), data.data_ptr(), scales.data_ptr())
+        if direct:
+            torch._scaled_mm(data, b, scales, scale, bias, out_dtype=dtype, use_fast_accum=FAST, out=out)
+            return
+        wide = torch._scaled_mm(data, b, scales, scale, out_dtype=torch.float32, use_fast_accum=FAST)[:, :n]
+        if bias is None:
+            out.copy_(wide)
+        else:
+            torch.add(wide, bias, out=out)
+
+    return run
+
+
+def launch(args: Fp8Args) -> None:
+    """Quantize and multiply once."""
+    bind(args)(args.x, args.bias, args.out)
+
+
+def load(call: Fp8Call) -> None:
+    """Compile what quantizes."""
+    load_torch(call)
+    import torch
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    quantizer(device, call.dtype, call.shape[-1], ordered=False, pre_scale=call.pre_scale)
+
+
+def scratch(call: Fp8Call) -> int:
+    """Bytes of the quantized activations."""
+    return nbytes(call.rows, call.shape[-1])
+
+
+TORCH: Final = Kernel(
+    name=NAME,
+    bundle=Fp8Args,
+    description="quantizes activations for each token, then torch._scaled_mm",
+    refuse=refuse,
+    load=load,
+    launch=launch,
+    cost=cost,
+    bind=bind,
+    scratch=scratch,
+)
