@@ -13,7 +13,8 @@ from benchmarks import gpu_bounds
 from benchmarks.gpu_report import Kind
 from halfbyte import trials
 from halfbyte.errors import NoKernelError
-from halfbyte.kernels import KERNELS, LinearArgs, select
+from halfbyte.fp8_ops import kernel_for
+from halfbyte.kernels import KERNELS, Fp8Args, LinearArgs, select
 from halfbyte.kernels.base import Kernel
 from halfbyte.kernels.reference import TORCH
 from halfbyte.layouts import Packed
@@ -55,6 +56,7 @@ class Candidate:
         weights: what was multiplied.
         most: a larger relative error is no rounding but a wrong result.
         facts: for the results.
+        op: what is computed, for what is expected.
     """
 
     who: str
@@ -65,6 +67,7 @@ class Candidate:
     weights: Weights
     most: float
     facts: dict[str, Any] = field(default_factory=dict)
+    op: str = LinearArgs.op
 
 
 def error(candidate: Candidate, x: Any, result: Result, replay: Callable[[], None]) -> float:
@@ -83,7 +86,7 @@ def error(candidate: Candidate, x: Any, result: Result, replay: Callable[[], Non
         result.view(weights.n)
         result.poison()
         replay()
-        here, all_here = result.errors(weights.stripes, x.double() @ weights.exact.T)
+        here, all_here = result.errors(weights.stripes, weights.product(x, candidate.op))
         wrong, all_ = wrong + here, all_ + all_here
     found = math.sqrt(wrong / all_)
     if not found <= candidate.most:
@@ -123,10 +126,29 @@ def ours(weights: Weights, x: Any, result: Result) -> list[Candidate]:
     return sorted(found, key=lambda candidate: candidate.kind != "default")
 
 
-def _runner(kernel: Kernel[Any, Any], args: list[LinearArgs]) -> Callable[[int], None]:
-    """As ``linear`` runs it: what is remembered of a weight that is used again, for few tokens."""
+def ours_in_fp8(weights: Weights, x: Any, result: Result) -> list[Candidate]:
+    """halfbyte's kernel that multiplies NVFP4 in FP8, if ``precision="fp8"`` picks one, and that of the twin."""
+    out, found = result.view(weights.n), []
+    key = LAYOUTS[0].format(dtype=str(x.dtype).removeprefix("torch."))
+    first = Fp8Args(x=x, weight=weights.packed(key)[0], bias=None, out=out).call()
+    kernel = kernel_for(first)
+    held: list[tuple[Kind, Any, list[Any]]] = []
+    if kernel is not None:
+        held.append(("fp8", kernel, weights.packed(key)))
+        twin = weights.fp8()
+        held.append(("twin", select(Fp8Args, Fp8Args(x=x, weight=twin[0], bias=None, out=out).call()), twin))
+    for kind, one, copies in held:
+        made = "" if one.configure is None or kind == "twin" else repr(one.configure(first))
+        facts = {"layout": key if kind == "fp8" else "twin", "configuration": made}
+        call = _runner(one, [Fp8Args(x=x, weight=w, bias=None, out=out) for w in copies])
+        found.append(Candidate(one.name, kind, call, len(copies), out, weights, 2e-2, facts, Fp8Args.op))
+    return found
+
+
+def _runner(kernel: Kernel[Any, Any], args: list[Any]) -> Callable[[int], None]:
+    """As ``linear`` runs it: what is remembered of a weight that is used again, for few tokens or in FP8."""
     x, out = args[0].x, args[0].out
-    if kernel.bind is None or len(x) > _FEW_ROWS:
+    if kernel.bind is None or (len(x) > _FEW_ROWS and kernel.op == LinearArgs.op):
         return lambda i: kernel.run(args[i])
     runs = [kernel.bind(one) for one in args]
     return lambda i: runs[i](x, None, out)

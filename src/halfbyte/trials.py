@@ -9,7 +9,11 @@ from typing import Any, Final
 import torch
 
 from halfbyte.errors import HalfbyteError
+from halfbyte.kernels import LinearArgs
+from halfbyte.kernels.fp8 import quantized
+from halfbyte.kinds import Fp8Weight
 from halfbyte.layouts import Fragments, Packed, parse
+from halfbyte.lossy import to_fp8
 from halfbyte.numerics import BLOCK
 from halfbyte.weight import Weight
 
@@ -75,9 +79,24 @@ class Weights:
         factor = 6 * self.weight.scale2.double()
         return (self.exact / factor).float().to(torch.float8_e4m3fn).double() * factor
 
+    def product(self, x: Any, op: str = LinearArgs.op) -> Any:
+        """(M, rows) f64: the product of x and those rows, as an op has both."""
+        if op == LinearArgs.op:
+            return x.double() @ self.exact.T
+        data, scale = quantized(x)
+        return (data.view(torch.float8_e4m3fn).double() * scale.double()) @ self.exact_fp8.T
+
     def packed(self, layout: str) -> list[Packed]:
         """Copies in a layout."""
         return self.copies(layout, lambda: packed(self.weight, layout), 9 / 16 * self.n * self.k, _clone)
+
+    def fp8(self) -> list[Fp8Weight]:
+        """Copies of the FP8 twin."""
+
+        def clone(twin: Fp8Weight) -> Fp8Weight:
+            return Fp8Weight(data=twin.data.clone(), scale=twin.scale)
+
+        return self.copies("to_fp8", lambda: to_fp8(self.weight), self.n * self.k, clone)
 
     def dense(self, dtype: str) -> list[Any]:
         """Copies of the values."""

@@ -21,7 +21,6 @@ from halfbyte import timing, trials
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.base import Call, capability
 from halfbyte.kernels.cuda import launch
-from halfbyte.kernels.fp8 import quantized
 from halfbyte.trials import WrongResultError
 from halfbyte.tuning import Job, LostError, Result
 
@@ -124,7 +123,7 @@ class Gpu:
             try:
                 timed = self._timed(job, weights, x, result)
                 if expected is None:
-                    expected = exact(weights, x, call)
+                    expected = weights.product(x, call.op)
                 self._check(timed, weights, result, expected, call)
                 ready[job] = timed
             except Exception as error:
@@ -184,14 +183,6 @@ class Gpu:
         self._weights = None
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def exact(weights: trials.Weights, x: Any, call: Call) -> Any:
-    """(M, rows) f64: the product of x and the rows of the weight that are checked, as an op has both."""
-    if call.op == Call.op:
-        return x.double() @ weights.exact.T
-    data, scale = quantized(x)
-    return (data.view(torch.float8_e4m3fn).double() * scale.double()) @ weights.exact_fp8.T
 
 
 def _line(error: BaseException) -> str:

@@ -88,7 +88,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "hf": (*RUN, "ops", "torch_ops", "nn"),
     "parallel": (*RUN, "ops", "torch_ops", "nn"),
     "timing": BASE,
-    "trials": FILES,
+    "trials": (*RUN, "lossy"),
     "tuned": BASE,
     "tuning": (*RUN, "tuned"),
     "tuning_cuda": (*RUN, "timing", "trials", "tuning"),
