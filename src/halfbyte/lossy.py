@@ -44,12 +44,15 @@ _INT8_MAX: Final = 127
 
 
 def _fp8_tables() -> tuple[Any, Any, Any]:
-    """By scale byte * 256 + byte of codes: two E4M3 bytes as an i16, their squared error, and the squared values."""
+    """By scale byte * 256 + byte of codes: two E4M3 bytes as an i16, their squared error, and the squared values.
+
+    Of NaN scales, which no twin has, these are 0.
+    """
     values = E4M3_VALUES[:, None, None] * E2M1_PAIRS  # exact; a sixth in f32 rounds to the nearest, too
     data = encode_e4m3(values / np.float32(E2M1_MAX))
     exact = values.astype(np.float64)
     lost = np.square(E4M3_VALUES[data] * E2M1_MAX - exact).sum(-1)
-    return data.view(np.int16).reshape(-1), lost.reshape(-1), np.square(exact).sum(-1).reshape(-1)
+    return data.view(np.int16).reshape(-1), *(np.nan_to_num(a).reshape(-1) for a in (lost, np.square(exact).sum(-1)))
 
 
 _FP8_PAIRS, _FP8_LOST, _SQUARES = _fp8_tables()

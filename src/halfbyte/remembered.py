@@ -1,4 +1,4 @@
-"""What calls on a weight come down to, kept with the weight: the second call like one of few rows skips the choice."""
+"""What calls on a weight come down to, kept with the weight: the second call like one skips the choice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfbyte.numerics import Array, is_torch
 from halfbyte.operands import contiguous, empty
 
 _FEW_ROWS: Final = 64
-"""Calls of more rows are not remembered: each number of rows would be, and they take long enough anyway."""
+"""On a CPU, calls of more rows are not remembered: each number of rows would be, and they take long enough anyway."""
 _FEW_CALLS: Final = 256
 """What is remembered of a weight, at most."""
 
@@ -45,7 +45,8 @@ def remember(x: Array, packed: Packed, bias: Array | None, out_dtype: Any, to: s
     n, k = packed.shape[-2:]
     rows = prod(x.shape[:-1])
     native = is_torch(x) or (x.dtype.isnative and (bias is None or bias.dtype.isnative))
-    if not (0 < rows <= _FEW_ROWS and n and k and native):
+    few = rows <= _FEW_ROWS or (is_torch(x) and x.is_cuda)  # a GPU computes 500 rows while the host chooses
+    if not (rows and few and n and k and native):
         return
     args = LinearArgs(x=x.reshape(rows, k), weight=packed, bias=bias, out=empty((rows, n), to, x))
     kernel = select(LinearArgs, args.call())
