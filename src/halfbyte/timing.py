@@ -122,10 +122,13 @@ def in_rounds(all_timed: Sequence[Timed], rounds: int, pause: float = 0.0) -> No
     """Measure all in each round, each time another one first; the first batch of each is not counted.
 
     Args:
+        all_timed: what takes turns; of one that has batches already the first of those is not counted.
+        rounds: how many.
         pause: seconds of rest before each batch: long products heat the GPU until it slows down.
     """
     for timed in all_timed:
-        timed.batch()
+        if not timed.seconds:
+            timed.batch()
     for i in range(rounds):
         first = i % len(all_timed)
         for timed in [*all_timed[first:], *all_timed[:first]]:

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 from halfbyte.errors import HalfbyteError, NoKernelError, UsageError
 from halfbyte.findings import Report
+from halfbyte.fp8_ops import FEWEST
 from halfbyte.kernels import KERNELS, Call, Fp8Call, Kernel
 from halfbyte.kernels.cuda import choices
 from halfbyte.layouts import Columns, Fragments, Layout
@@ -31,7 +32,7 @@ SHAPES: Final = (
 )
 """(N, K) of layers of models from 1 to 405 billion weights, and of their vocabularies, in the order of measuring."""
 ROWS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""Numbers of tokens."""
+"""Numbers of tokens; in FP8 those from which on it is used."""
 OPS: Final[Mapping[str, type[Call]]] = {"exact": Call, "fp8": Fp8Call}
 """For each precision the class of its calls."""
 DTYPES: Final = ("bfloat16", "float16")
@@ -267,6 +268,8 @@ def planned(options: Options, capability: int) -> Iterator[_Shape]:
             one = _Shape(OPS[precision], capability, shape, [])
             own = [kernel for kernel in kernels if kernel.op == one.call.op]
             for rows in sorted(set(options.rows)):
+                if precision == "fp8" and rows < FEWEST:
+                    continue
                 calls = calls_of(one.call, shape, rows, options.dtype, capability)
                 jobs = [job for kernel in own for job in _jobs(kernel, calls, reasons)]
                 if jobs:

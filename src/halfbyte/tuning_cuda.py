@@ -29,8 +29,8 @@ MEGABYTES: Final = 300
 ROUNDS: Final = 3
 BATCH_SECONDS: Final = 2e-3
 FAR: Final = 1.25
-"""What takes so many times as long as the best in its first batches is not timed again."""
-HOT_ROWS, REST = 256, 0.01
+"""What takes so many times as long as the best in its first batch is not timed again."""
+HOT_ROWS, REST = 256, 0.005
 """From so many tokens on, each batch waits so many seconds before: products heat the GPU until it slows down."""
 WRONG: Final = {"bfloat16": 4e-3, "float16": 1e-3}
 """An error larger than this part of the result's norm is no rounding."""
@@ -131,7 +131,8 @@ class Gpu:
                 results[job] = Result(why=_line(error), wrong=isinstance(error, WrongResultError))
         rest = REST if call.rows >= HOT_ROWS else 0.0
         if ready:
-            timing.in_rounds(list(ready.values()), 1, rest)
+            for timed in ready.values():
+                timed.batch()
             best = min(timed.median for timed in ready.values())
             timing.in_rounds([timed for timed in ready.values() if timed.median <= FAR * best], ROUNDS, rest)
         results |= {job: Result(timed.median) for job, timed in ready.items()}

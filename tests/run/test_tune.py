@@ -20,7 +20,7 @@ from halfbyte.cli import tune as command
 from halfbyte.errors import FormatError, NoKernelError, TargetError, UnavailableError, UsageError
 from halfbyte.kernels import KERNELS, Kernel, LinearArgs
 from halfbyte.kernels.base import linear_cost, nothing_to_load
-from halfbyte.kernels.cuda import choices, launch
+from halfbyte.kernels.cuda import choices, fp8_quantize, launch
 from halfbyte.layouts import parse
 from halfbyte.tuned import spans
 from halfbyte.tuning import Job, LostError, Options, Result, tune
@@ -329,6 +329,12 @@ class TestDefaults:
             counts = {rows: sum(job.call.rows == rows for job in of_one) for rows in tuning.ROWS}
             assert max(counts.values()) <= 20, name
 
+    def test_fp8_is_measured_where_it_is_used(self):
+        found = {
+            job.call.rows for one in tuning.planned(Options(precisions=("fp8",)), 90) for js in one.jobs for job in js
+        }
+        assert found == {256, 512, 1024, 2048, 4096}
+
     def test_known_shapes(self):
         assert len(set(tuning.SHAPES)) == len(tuning.SHAPES) == 30
         assert {(4096, 4096), (14336, 4096), (28672, 8192), (248077, 4096)} <= set(tuning.SHAPES)
@@ -336,6 +342,7 @@ class TestDefaults:
     @needs_triton
     def test_what_is_compiled_ahead_is_what_bind_asks_for(self, monkeypatch):
         """For each kernel, at an even and an odd N: the same sources, without a GPU."""
+        monkeypatch.setattr(fp8_quantize, "_capability", lambda device: 90)
         for shape in ((96, 128), (77, 64)):
             for one in tuning.planned(Options(shapes=(shape,), rows=(8, 64, 256)), 90):
                 for job in (job for jobs in one.jobs for job in jobs):
@@ -413,7 +420,7 @@ class TestGpu:
         monkeypatch.setattr(machine, "_check", lambda *args: None)
         jobs = [Job(CPU, call_like(layout=parse("fragments"), shape=(48, 64), rows=3), Few(i)) for i in (1, 2)]
         assert machine.measure(jobs) == [Result(1.0), Result(2.0)]
-        assert (batches.count(False), batches.count(True)) == (2 + 1 + tuning_cuda.ROUNDS, 2)
+        assert (batches.count(False), batches.count(True)) == (1 + tuning_cuda.ROUNDS, 1)
 
     @needs_triton
     def test_processes_compile_into_tritons_folder(self, tmp_path, monkeypatch):

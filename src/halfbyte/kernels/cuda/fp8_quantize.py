@@ -76,7 +76,14 @@ def specified(
 
 
 def quantizer(
-    device: Any, dtype: str, k: int, *, ordered: bool, pre_scale: bool = False, early: bool = False
+    device: Any,
+    dtype: str,
+    k: int,
+    *,
+    ordered: bool,
+    pre_scale: bool = False,
+    early: bool = False,
+    capability: int | None = None,
 ) -> Quantizer:
     """A function that launches the kernel; see ``Quantizer``.
 
@@ -91,10 +98,11 @@ def quantizer(
         pre_scale: x is multiplied by one first.
         early: it starts before the kernel ahead of it ends, and lets the one behind it do so, which then waits
             (``griddepcontrol.wait``) before it reads the data or scales.
+        capability: of the device; None to ask it.
     """
     from halfbyte.kernels.cuda.fp8_quantize_code import quantize
 
-    capability = _capability(device)
+    capability = _capability(device) if capability is None else capability
     signature, constants, warps = specified(
         dtype, k, capability=capability, ordered=ordered, pre_scale=pre_scale, early=early
     )
