@@ -35,6 +35,8 @@ ROWS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Numbers of tokens; in FP8 those from which on it is used."""
 OPS: Final[Mapping[str, type[Call]]] = {"exact": Call, "fp8": Fp8Call}
 """For each precision the class of its calls."""
+ENOUGH: Final = 1_600_000_000_000
+"""Operations of a product whose tiles fill so many waves of a GPU that with more of them nothing changes."""
 DTYPES: Final = ("bfloat16", "float16")
 SECONDS: Final = 240.0
 
@@ -267,9 +269,7 @@ def planned(options: Options, capability: int) -> Iterator[_Shape]:
         for precision in options.precisions:
             one = _Shape(OPS[precision], capability, shape, [])
             own = [kernel for kernel in kernels if kernel.op == one.call.op]
-            for rows in sorted(set(options.rows)):
-                if precision == "fp8" and rows < FEWEST:
-                    continue
+            for rows in _rows_of(options, precision, shape):
                 calls = calls_of(one.call, shape, rows, options.dtype, capability)
                 jobs = [job for kernel in own for job in _jobs(kernel, calls, reasons)]
                 if jobs:
@@ -279,6 +279,13 @@ def planned(options: Options, capability: int) -> Iterator[_Shape]:
                 yield one
     if not found:
         raise NoKernelError("there is nothing to tune", got=reasons[-1])
+
+
+def _rows_of(options: Options, precision: str, shape: tuple[int, int]) -> list[int]:
+    """The numbers of tokens of a shape; by default none that is too large to tell more than a smaller one."""
+    least = FEWEST if precision == "fp8" else 1
+    most = ENOUGH // (2 * shape[0] * shape[1]) if options.rows == ROWS else max(options.rows)
+    return sorted({rows for rows in options.rows if least <= rows <= max(most, least)})
 
 
 def _jobs(kernel: Kernel[Any, Any], calls: Sequence[Call], reasons: list[str]) -> list[Job]:

@@ -335,6 +335,17 @@ class TestDefaults:
         }
         assert found == {256, 512, 1024, 2048, 4096}
 
+    def test_by_default_no_product_is_larger_than_needed(self):
+        def rows(shape, precision="exact", **of):
+            return tuning._rows_of(Options(**of), precision, shape)
+
+        assert rows((4096, 4096)) == list(tuning.ROWS)
+        assert rows((28672, 8192)) == [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+        assert rows((248077, 4096)) == [1, 8, 16, 32, 64, 128, 256, 512]
+        assert rows((248077, 4096), "fp8") == [256, 512]
+        assert rows((1 << 20, 1 << 14), "fp8") == [256]
+        assert rows((248077, 4096), rows=(8, 4096)) == [8, 4096]
+
     def test_known_shapes(self):
         assert len(set(tuning.SHAPES)) == len(tuning.SHAPES) == 30
         assert {(4096, 4096), (14336, 4096), (28672, 8192), (248077, 4096)} <= set(tuning.SHAPES)
