@@ -55,15 +55,39 @@ def with_top(values: np.ndarray, top: float, to: Any) -> np.ndarray:
     return np.concatenate([padded, np.full((len(padded), 1), top, to)], 1)
 
 
-def check(device: str) -> int:
-    """Data and scales of every source as NumPy has them, bit for bit; how many."""
-    count = 0
+SCALED = ("normal 3x100", "normal 3x4096", "of any size")
+"""The sources that are multiplied by a pre_scale, too."""
+
+
+def cases() -> Iterator[tuple[str, np.ndarray, bool, bool]]:
+    """Name, values, whether there is a pre_scale, and whether the data are ordered."""
     for dtype in DTYPES:
         for name, x in sources(dtype):
-            for pre in (None, np.random.default_rng(1).uniform(0.5, 2, x.shape[1]).astype(np.float32)):
-                for ordered in (False, True)[: 1 + (x.shape[1] % 16 == 0)]:
-                    check_one(x, pre, ordered, device, (dtype, name, pre is not None, ordered))
-                    count += 1
+            for ordered in (False, True)[: 1 + (x.shape[1] % 16 == 0)]:
+                for scaled in (False, True)[: 1 + (name in SCALED)]:
+                    yield f"{name} {dtype}", x, scaled, ordered
+
+
+def programs(capability: int) -> list[tuple[dict[str, str], dict[str, Any], dict[str, Any]]]:
+    """What the cases are compiled to."""
+    from halfbyte.kernels.cuda.launch import options_of
+
+    found = []
+    for _, x, scaled, ordered in cases():
+        signature, constants, warps = fp8_quantize.specified(
+            str(x.dtype), x.shape[1], capability=capability, ordered=ordered, pre_scale=scaled
+        )
+        found.append((signature, constants, options_of(warps=warps)))
+    return found
+
+
+def check(device: str) -> int:
+    """Data and scales of every case as NumPy has them, bit for bit; how many."""
+    count = 0
+    for name, x, scaled, ordered in cases():
+        pre = np.random.default_rng(1).uniform(0.5, 2, x.shape[1]).astype(np.float32) if scaled else None
+        check_one(x, pre, ordered, device, (name, scaled, ordered))
+        count += 1
     return count
 
 

@@ -81,8 +81,7 @@ def to_fp8(weight: Weight) -> Fp8Weight:
         index = _indices(codes, scales)
         data[at] = lookup(_FP8_PAIRS, index).view(data.dtype)[:, : weight.k]
         square = scale2[:, 0] ** 2
-        lost = lost + (lookup(_FP8_LOST, index).sum(-1) * square).sum()
-        total = total + (lookup(_SQUARES, index).sum(-1) * square).sum()
+        lost, total = lost + _weighed(_FP8_LOST, index, square), total + _weighed(_SQUARES, index, square)
     return Fp8Weight(data=data, scale=scale, pre_scale=weight.pre_scale, error=_relative(lost, total))
 
 
@@ -96,15 +95,12 @@ def fp8_error(weight: Weight) -> float:
         WeightError: a null weight, or a NaN block scale (with its index).
     """
     _check(weight)
+    if is_torch(weight.codes) and weight.codes.device.type == "cpu":
+        weight = weight.numpy()  # which looks up 30 times as fast
     lost = total = 0.0
     for _, codes, scales, scale2 in _pieces(weight):
         index, square = _indices(codes, scales), scale2[:, 0] ** 2
-        if weight.scale2.shape[-2] == 1:  # equal products are counted: three times as fast as to look each up
-            counts = _counted(index.reshape(-1))
-            lost, total = lost + counts @ _FP8_LOST * square[0], total + counts @ _SQUARES * square[0]
-        else:
-            lost = lost + (lookup(_FP8_LOST, index).sum(-1) * square).sum()
-            total = total + (lookup(_SQUARES, index).sum(-1) * square).sum()
+        lost, total = lost + _weighed(_FP8_LOST, index, square), total + _weighed(_SQUARES, index, square)
     return _relative(lost, total)
 
 
@@ -170,11 +166,9 @@ def _indices(codes: Array, scales: Array) -> Array:
     return both.reshape(rows, -1)
 
 
-def _counted(index: Array) -> Any:
-    """How often each entry of the tables is meant, f64 in NumPy."""
-    size = len(_FP8_LOST)
-    counts = index.bincount(minlength=size).cpu().numpy() if is_torch(index) else np.bincount(index, minlength=size)
-    return counts.astype(np.float64)
+def _weighed(table: Any, index: Array, square: Array) -> Any:
+    """What a table has for the products of rows, each times its square of scale2, summed up."""
+    return (lookup(table, index).sum(-1) * square).sum()
 
 
 def _empty(weight: Weight, dtype: Any, columns: int | None = None) -> Array:

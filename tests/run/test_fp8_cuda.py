@@ -15,17 +15,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gpu_fp8
 import halfbyte as hb
+from cuda_code import compile_ahead
 from gpu_codecs import needs_gpu, needs_triton
 from halfbyte.errors import UsageError
 from halfbyte.kernels import Fp8Args, fp8
-from halfbyte.kernels.cuda import fp8_quantize, scaled_mm
+from halfbyte.kernels.cuda import fp8_quantize, launch, scaled_mm
 from halfbyte.kernels.fp8 import Fp8Call, quantized
 from halfbyte.kinds import Fp8Weight
 from halfbyte.layouts import Fragments, Rows
 from halfbyte.ops import linear, pack
 from halfbyte.torch_ops import linear_fp8_op, traced_fp8
 from halfbyte.weight import to_numpy, to_torch
-from helpers_run import random_floats, random_weight
+from helpers_run import HALF_ULP, random_floats, random_weight
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -40,7 +41,7 @@ def test_the_bytes_in_the_interpreter():
     done = subprocess.run(
         [sys.executable, "-m", "gpu_fp8"], capture_output=True, text=True, env=environment, cwd=tests, check=False
     )
-    assert (done.returncode, done.stdout) == (0, "188\n"), done.stderr[-3000:]
+    assert (done.returncode, done.stdout) == (0, "107\n"), done.stderr[-3000:]
 
 
 def test_the_order_of_16():
@@ -163,8 +164,8 @@ def emulated(monkeypatch):
         y = (y if bias is None else y + bias.float()).to(out_dtype)
         return y if out is None else out.copy_(y)
 
-    def quantizer(device, dtype, k, *, ordered, pre_scale):
-        assert not ordered
+    def quantizer(device, dtype, k, *, ordered, pre_scale, early):
+        assert (ordered, early) == (False, True)
         width = fp8_quantize.pitch(k)
         words, to = (ctypes.c_int32, torch.int32) if dtype == "float32" else (ctypes.c_int16, torch.int16)
 
@@ -203,8 +204,8 @@ def test_the_result_is_rounded_once(emulated, dtype, out_dtype, bias_dtype, n, k
         out.fill_(7)
         run(x, bias, out)
         assert torch.equal(out, linear(x, twin, bias, out_dtype=out_dtype))
-    direct = n == 32 and (bias is None or bias_dtype == out_dtype != "float32")
-    assert emulated[0] == ((out.dtype, True) if direct else (torch.float32, False))
+    at_once = bias is None or bias_dtype == out_dtype != "float32"
+    assert emulated[0] == (out.dtype if at_once else torch.float32, n == 32 and at_once)
     out.fill_(7)
     scaled_mm.launch(args)
     assert torch.equal(out, linear(x, twin, bias, out_dtype=out_dtype))
@@ -312,11 +313,30 @@ SUMS = 5e-3
 """What matrix units lose in their sums, of the norm of a result, at the most."""
 
 
+TWINS = ((272, 1088, 300), (33, 63, 3), (1, 16, 1))
+"""N, K and M."""
+
+
+@pytest.fixture(scope="class")
+def compiled():
+    """What quantizes, compiled by all cores at once."""
+    major, minor = torch.cuda.get_device_capability()
+    made = gpu_fp8.programs(10 * major + minor)
+    for _, k, _ in TWINS:
+        for dtype in DTYPES:
+            signature, constants, warps = fp8_quantize.specified(
+                dtype, k, capability=10 * major + minor, ordered=False, pre_scale=k == 63, early=True
+            )
+            made.append((signature, constants, launch.options_of(warps=warps)))
+    compile_ahead("halfbyte.kernels.cuda.fp8_quantize_code", "quantize", made, 10 * major + minor)
+
+
+@pytest.mark.usefixtures("compiled")
 class TestOnGpu:
     pytestmark = on_gpu
 
     def test_the_bytes(self):
-        assert gpu_fp8.check("cuda") == 188
+        assert gpu_fp8.check("cuda") == 107
 
     def test_early(self):
         """Three in a row, each on what the last one was given; nothing is read before it is there."""
@@ -339,15 +359,19 @@ class TestOnGpu:
     @pytest.mark.parametrize("out_dtype", DTYPES)
     @pytest.mark.parametrize("bias_dtype", [None, *DTYPES])
     def test_a_twin(self, dtype, out_dtype, bias_dtype):
-        for n, k, m in ((272, 1088, 300), (33, 63, 3), (1, 16, 1)):
+        for n, k, m in TWINS:
             twin = hb.to_fp8(random_weight(n, k, per_row=n == 33, pre_scale=k == 63).torch("cuda"))
             x = to_torch(random_floats((m, k), dtype), "cuda")
             bias = None if bias_dtype is None else to_torch(random_floats((n,), bias_dtype), "cuda")
             y = linear(x, twin, bias, out_dtype=out_dtype)
-            out = torch.empty(m, n, device="cuda")
+            out, sizes = torch.empty(m, n, device="cuda"), torch.empty(m, n, device="cuda")
             fp8.TORCH.launch(Fp8Args(x=x, weight=twin, bias=bias, out=out))
+            sized = Fp8Weight(data=twin.data & 0x7F, scale=twin.scale, pre_scale=twin.pre_scale)
+            fp8.TORCH.launch(Fp8Args(x=x.abs(), weight=sized, bias=None, out=sizes))
             assert y.dtype == getattr(torch, out_dtype)
-            assert torch.linalg.norm(y.float() - out) <= SUMS * torch.linalg.norm(out)
+            off, norm = torch.linalg.norm(y.float() - out), torch.linalg.norm(out)
+            assert off <= 2.0**-11 * torch.linalg.norm(sizes) + HALF_ULP[out_dtype] * norm
+            assert k < 1000 or off <= SUMS * norm
             assert torch.equal(linear(x, twin, bias, out_dtype=out_dtype), y)
 
     @with_fp8

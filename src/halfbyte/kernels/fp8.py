@@ -211,9 +211,10 @@ def _quantized_torch(x: Any, pre_scale: Any) -> tuple[Array, Array]:
         v = v * pre_scale.float()
     amax = v.abs().amax(1, keepdim=True)
     finite = amax.isfinite()
-    scale = (amax / E4M3_MAX).where(finite, torch.nan)
+    largest = torch.full_like(amax, E4M3_MAX)  # by a number torch would multiply with an inverse
+    scale = (amax / largest).where(finite, torch.nan)
     factor = torch.where(amax < SMALL, 1 / SMALL, 1.0)
-    inverse = (E4M3_MAX / (amax * factor)).where(amax > 0, 0.0)
+    inverse = (largest / (amax * factor)).where(amax > 0, 0.0)
     q = ((v * factor) * inverse).where(finite, 0.0).clamp(-E4M3_MAX, E4M3_MAX)
     return q.to(torch.float8_e4m3fn).view(torch.uint8), scale
 

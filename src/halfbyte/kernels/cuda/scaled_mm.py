@@ -1,7 +1,8 @@
 """``linear`` with an FP8 twin on an NVIDIA GPU: activations quantized for each token, then ``torch._scaled_mm``.
 
-N and K are padded to 16 where they are no multiples of it, once, in a copy of the twin that is kept with it. Where the
-result is narrower than that, or a bias is not of its dtype, the product is made in float32 and rounded after the bias.
+N and K are padded to 16 where they are no multiples of it, once, in a copy of the twin that is kept with it; the
+result is then cut out of one that is wider. Where a bias is not of the result's dtype, or that is float32, torch adds
+none: the product is made in float32, and rounded after the bias.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from halfbyte.kernels.base import ALIGNED, Kernel, load_torch
-from halfbyte.kernels.cuda.fp8_quantize import nbytes, pitch, quantizer, scales_at
+from halfbyte.kernels.cuda.fp8_quantize import Quantizer, nbytes, pitch, quantizer, scales_at
 from halfbyte.kernels.cuda.launch import why_not, workspace
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call, cost
 from halfbyte.kernels.fp8 import refuse as refuse_any
@@ -53,6 +54,10 @@ def operand(weight: Fp8Weight) -> tuple[Any, Any]:
     return (data if padded is None else padded).view(torch.float8_e4m3fn).t(), scales
 
 
+def _quantizer(device: Any, dtype: str, k: int, pre_scale: bool) -> Quantizer:
+    return quantizer(device, dtype, k, ordered=False, pre_scale=pre_scale, early=True)
+
+
 def bind(args: Fp8Args) -> Callable[[Array, Array | None, Array], None]:
     """What is left of a launch for calls like these, on the same twin."""
     import torch
@@ -61,9 +66,10 @@ def bind(args: Fp8Args) -> Callable[[Array, Array | None, Array], None]:
     (n, k), m, device, dtype = args.weight.shape, args.x.shape[0], args.x.device, args.out.dtype
     b, scale = operand(args.weight)
     pre = None if args.weight.pre_scale is None else args.weight.pre_scale.float().contiguous()
-    quantize = quantizer(device, str(args.x.dtype).removeprefix("torch."), k, ordered=False, pre_scale=pre is not None)
+    quantize = _quantizer(device, str(args.x.dtype).removeprefix("torch."), k, pre is not None)
     width, at, needed = pitch(k), scales_at(m, k), nbytes(m, k)
-    direct = not n % ALIGNED and (args.bias is None or args.bias.dtype == dtype != torch.float32)
+    whole = not n % ALIGNED
+    at_once = args.bias is None or args.bias.dtype == dtype != torch.float32
     held: list[Any] = [None, None, None]
 
     def run(x: Any, bias: Any, out: Any) -> None:
@@ -76,14 +82,15 @@ def bind(args: Fp8Args) -> Callable[[Array, Array | None, Array], None]:
             if not torch._C._cuda_isCurrentStreamCapturing():
                 held[:] = memory, data, scales
         quantize(m, x.data_ptr(), None if pre is None else pre.data_ptr(), data.data_ptr(), scales.data_ptr())
-        if direct:
+        if whole and at_once:
             torch._scaled_mm(data, b, scales, scale, bias, out_dtype=dtype, use_fast_accum=FAST, out=out)
-            return
-        wide = torch._scaled_mm(data, b, scales, scale, out_dtype=torch.float32, use_fast_accum=FAST)[:, :n]
-        if bias is None:
-            out.copy_(wide)
+        elif at_once:
+            added = None if bias is None else torch.nn.functional.pad(bias, (0, -n % ALIGNED))
+            wide = torch._scaled_mm(data, b, scales, scale, added, out_dtype=dtype, use_fast_accum=FAST)
+            out.copy_(wide[:, :n])
         else:
-            torch.add(wide, bias, out=out)
+            wide = torch._scaled_mm(data, b, scales, scale, out_dtype=torch.float32, use_fast_accum=FAST)
+            torch.add(wide[:, :n], bias, out=out)
 
     return run
 
@@ -99,7 +106,7 @@ def load(call: Fp8Call) -> None:
     import torch
 
     device = torch.device("cuda", torch.cuda.current_device())
-    quantizer(device, call.dtype, call.shape[-1], ordered=False, pre_scale=call.pre_scale)
+    _quantizer(device, call.dtype, call.shape[-1], call.pre_scale)
 
 
 def scratch(call: Fp8Call) -> int:
