@@ -27,6 +27,7 @@ from halfbyte.kernels.cuda.gemm_gluon import (
     schedule,
     scratch_of,
     signature,
+    store,
 )
 from halfbyte.kernels.cuda.launch import Tensor, options_of
 from halfbyte.layouts import Fragments, Rows
@@ -153,13 +154,13 @@ def launches(monkeypatch):
     """What ``bind`` launches and describes, with stand-ins for the driver, torch's stream and event."""
     state = SimpleNamespace(kinds=[], values=[], described=[], finished=False)
 
-    def program(call, bias, made, device, pdl, whole, split):
+    def program(call, bias, made, device, pdl, how, split):
         def run(grid, values):
-            state.kinds.append(("early" if pdl else "ordinary", "boxes" if whole else "elements"))
+            state.kinds.append(("early" if pdl else "ordinary", how))
             state.values.append((grid, values))
 
         def tensor(place, address, shape, strides=None):
-            state.described.append((place, address, shape))
+            state.described.append((place, address, shape, strides))
             return Tensor(address, shape, strides)
 
         run.tensor = tensor
@@ -190,22 +191,30 @@ def test_what_a_launch_is_given(launches):
     codes, scales, scale2 = (args.weight.buffers()[name].data_ptr() for name in ("codes", "scales", "scale2"))
     x, out = args.x.data_ptr(), args.out.data_ptr()
     # weights once, activations and results once for each address
-    assert launches.described == [(0, codes, (3, 16, 16)), (1, scales, (3, 32)), (2, x, (19, 80)), (3, out, (19, 40))]
+    assert launches.described == [
+        (0, codes, (3, 16, 16), None),
+        (1, scales, (3, 32), None),
+        (2, x, (19, 80), None),
+        (4, out, (19, 40), None),
+    ]
     grid, values = launches.values[0]
     assert grid == (2, 1, 1)
-    assert [v.address for v in values[:4]] == [codes, scales, x, out]
-    assert values[4:] == (scale2, None, *launches.memory, 19, 40, 2, 0, 1, 2, 1, 1, 2)
+    assert [v.address for v in values[:5]] == [codes, scales, x, x, out]
+    assert values[5:] == (out, scale2, None, *launches.memory, 19, 40, 2, 0, 1, 2, 1, 1, 2)
 
 
-def test_results_at_odd_addresses_are_stored_by_element(launches):
-    for n, at in ((40, 0), (40, 2), (41, 0)):
+def test_results_whose_rows_begin_anywhere_go_out_turned_and_those_at_odd_addresses_by_element(launches):
+    for n, at, tokens in ((40, 0, 64), (40, 2, 64), (41, 0, 64), (41, 2, 64), (41, 0, 32)):
         _, args = arguments(n=n, k=80, rows=19)
         out = torch.empty(19 * n + 8, dtype=torch.bfloat16)
         out = out[(-out.data_ptr() // 2) % 8 + at :][: 19 * n].view(19, n)
-        gemm_gluon.bind(args, Gemm())(args.x, None, out)
-    assert [kind for _, kind in launches.kinds] == ["boxes", "elements", "elements"]
-    assert [v[1][3] for v in launches.values[1:]][-1] == out.data_ptr()
-    assert [v[1][6:8] for v in launches.values] == [(None, None)] * 3  # nothing is split
+        gemm_gluon.bind(args, Gemm(tokens=tokens))(args.x, None, out)
+        place = launches.values[-1][1][4]
+        assert (place if isinstance(place, int) else place.address) == out.data_ptr()
+    assert [how for _, how in launches.kinds] == ["boxes", "elements", "turned", "elements", "elements"]
+    assert [v[1][8:10] for v in launches.values] == [(None, None)] * 5  # nothing is split
+    turned = [(shape, strides) for place, _, shape, strides in launches.described[8:] if place > 1]
+    assert turned[:3] == [((19, 80), None), ((8, 2, 80), (80, 640, 1)), ((2, 328), None)]
 
 
 def test_activations_at_odd_addresses_are_copied(launches):
@@ -223,9 +232,9 @@ def code_of(made, shape=(14336, 4096), rows=1024, dtype="bfloat16", out_dtype="b
     from halfbyte.kernels.cuda.gemm_gluon_code import gemm
 
     call = accepted(shape=shape, rows=rows, dtype=dtype, out_dtype=out_dtype, layout=Fragments(dtype), **flags)
-    whole = shape[0] % 8 == 0
-    types = {name: of.removesuffix(":16") for name, of in signature(call, made, "*fp32", whole).items()}
-    held = constants(call, made, whole, schedule(*shape, rows, made, 132).split > 0)
+    how = store(call, made)
+    types = {name: of.removesuffix(":16") for name, of in signature(call, made, "*fp32", how).items()}
+    held = constants(call, made, how, schedule(*shape, rows, made, 132).split > 0)
     return Program(gemm, types, held, options_of(**options(made))).compile(90)
 
 
@@ -234,6 +243,7 @@ CODES = [
     (Gemm(2, 4, 64, 4), {"rows": 64, "dtype": "float16", "out_dtype": "float32", "per_row": True}),
     (Gemm(2, 4, 32, 2, 2, 2, True, ahead=False), {"rows": 32, "shape": (4099, 4096), "bias": True}),
     (Gemm(2, 8, 128, 1, 1, 2), {"rows": 300}),
+    (Gemm(2, 8, 128, 1), {"shape": (248077, 4096)}),
 ]
 
 
@@ -272,6 +282,8 @@ RESULTS = [
     ((1000, 17), 1104, (31, 65), OTHERS[1], "bfloat16", "float16", None, True),
     ((1000, 65), 4144, (64, 130), OTHERS[2], "float16", "float16", "bfloat16", False),
     ((520, 64), 4144, (257, 19), OTHERS[3], "bfloat16", "float32", None, True),
+    ((1001, 515), 1072, (304, 128), OTHERS[3], "bfloat16", "float32", "float32", False),
+    ((1001, 515), 2096, (320, 64), OTHERS[2], "bfloat16", "bfloat16", None, True),
     ((257, 1024), 1088, (600, 255), OTHERS[4], "float16", "bfloat16", None, False),
 ]
 
@@ -296,10 +308,9 @@ def compiled():
     for call, bias, made in programs():
         chosen = made or gemm_gluon.configure(call)
         split = gemm_gluon._schedule(call, chosen, 0).split > 0
-        whole = call.shape[0] * (4 if call.out_dtype == "float32" else 2) % 16 == 0
-        for fits in {whole, False}:
-            types = signature(call, chosen, f"*{gemm_gluon.TYPES[bias]}", fits)
-            found.append((types, constants(call, chosen, fits, split), options_of(**options(chosen))))
+        for how in {store(call, chosen), store(call, chosen, aligned=False)}:
+            types = signature(call, chosen, f"*{gemm_gluon.TYPES[bias]}", how)
+            found.append((types, constants(call, chosen, how, split), options_of(**options(chosen))))
     compile_ahead("halfbyte.kernels.cuda.gemm_gluon_code", "gemm", found, 90)
 
 
@@ -340,20 +351,19 @@ class TestOnGpu:
         got = result(LinearArgs(x=x, weight=packed, bias=None, out=out))
         np.testing.assert_array_equal(to_numpy(got).T, weight.dequantize("float32"))
 
-    def test_every_configuration_is_right_and_repeats_itself(self):
+    @pytest.mark.parametrize("made", EVERY, ids=str)
+    def test_every_configuration_is_right_and_repeats_itself(self, made):
         weight, args = arguments(*RAGGED, 300, "bfloat16", "float32", None, "cuda", scales=(40, 60))
-        args = replace(args, x=guarded(args.x, float("nan"))[1], weight=replace_buffers(args.weight))
+        poisoned, out = guarded(args.out, float("nan"))
+        args = replace(args, x=guarded(args.x, float("nan"))[1], out=out, weight=replace_buffers(args.weight))
         expected, magnitude = exact_linear(to_numpy(args.x).astype(np.float64), weight)
         bound = 1.01 * ((RAGGED[1] + 32) * 2.0**-23 + 2.0**-24) * magnitude
-        for made in EVERY:
-            poisoned, out = guarded(torch.empty(300, RAGGED[0], device="cuda"), float("nan"))
-            args = replace(args, out=out)
-            got = result(args, made).clone()
-            assert (abs(to_numpy(got) - expected) <= bound).all(), made
-            for _ in range(3):
-                poisoned.fill_(float("nan"))
-                assert torch.equal(result(args, made), got), made
-            assert torch.isnan(poisoned).sum() == poisoned.numel() - out.numel()
+        got = result(args, made).clone()
+        assert (abs(to_numpy(got) - expected) <= bound).all()
+        for _ in range(3):
+            poisoned.fill_(float("nan"))
+            assert torch.equal(result(args, made), got)
+        assert torch.isnan(poisoned).sum() == poisoned.numel() - out.numel()
 
     def test_a_row_does_not_depend_on_the_others(self):
         _, args = arguments(*RAGGED, 300, out_dtype="float32", device="cuda")
