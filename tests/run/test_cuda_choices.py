@@ -124,7 +124,7 @@ class TestPick:
         assert names(100, (64, 64), 1, "bfloat16") == ["b"]
 
 
-WHAT_TO_DO = "delete the file, or let halfbyte tune write it anew"
+WHAT_TO_DO = "delete the file, and run halfbyte tune"
 DAMAGED = {
     "": "damaged choices of kernels: got JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
     "[]": "damaged choices of kernels: got AttributeError: 'list' object has no attribute 'get'",
@@ -153,6 +153,7 @@ class TestFile:
             ({"kernels": {"a": {"measurement": "none", "from": 1, "rows": []}}}, "KeyError: 'none'"),
             ({"kernels": {"a": {"measurement": "h200", "rows": []}}}, "KeyError: 'from'"),
             ({"kernels": []}, "AttributeError: 'list' object has no attribute 'items'"),
+            ({"shape": [0, 64]}, "ValueError: no shape of a weight: 0, 64"),
             ({"dtypes": None}, "TypeError: cannot unpack non-iterable NoneType object"),
             ({"dtypes": []}, "ValueError: not enough values to unpack (expected at least 1, got 0)"),
             ({"shape": [1, 64, 64]}, "ValueError: too many values to unpack (expected 2"),
@@ -161,7 +162,14 @@ class TestFile:
                     {"kernels": {"a": {"measurement": "h200", "from": first, "rows": rows(*ends)}}},
                     f"ValueError: rows of a do not rise: from {first} to {list(ends)}",
                 )
-                for first, ends in ((1, (8, 4)), (1, (None, None)), (1, (None, 8)), (9, (8, None)), (1, (4, 4)))
+                for first, ends in (
+                    (1, ()),
+                    (1, (8, 4)),
+                    (1, (None, None)),
+                    (1, (None, 8)),
+                    (9, (8, None)),
+                    (1, (4, 4)),
+                )
             ),
             (
                 {"kernels": {"a": {"measurement": "h200", "from": 1, "rows": [{"to": None, "configuration": {}}]}}},
@@ -269,7 +277,7 @@ class TestUsersFile:
         with pytest.raises(FormatError, match="damaged choices of kernels"):
             choices.pick(self.call())
         own.write_text(json.dumps({"choices": []}))
-        with pytest.raises(FormatError, match="in another format, expected 2; delete the file, or let halfbyte tune"):
+        with pytest.raises(FormatError, match="in another format, expected 2; delete the file, and run halfbyte tune"):
             choices.pick(self.call())
 
     def test_fields_that_a_kernel_no_longer_has(self, user):

@@ -33,6 +33,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import ceil, inf, log2
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -109,9 +110,9 @@ class Entry:
 
     def at(self, rows: int) -> tuple[Choice, ...]:
         """The kernels that were measured for so many rows, the fastest first."""
-        found = [(name, of(ranges, rows)) for name, ranges in self.kernels.items()]
         point = next((point for point in self.points if point >= rows), self.points[-1] if self.points else rows)
-        timed = [(_time(self.kernels[name], point), choice) for name, choice in found if choice is not None]
+        found = [(_time(ranges, point), of(ranges, rows)) for ranges in self.kernels.values()]
+        timed = [(time, choice) for time, choice in found if choice is not None]
         return tuple(choice for _, choice in sorted(timed, key=lambda one: one[0]))
 
 
@@ -167,7 +168,7 @@ def load(path: Path) -> dict[str, Any]:
     return held
 
 
-_HINT: Final = "delete the file, or let halfbyte tune write it anew"
+_HINT: Final = "delete the file, and run halfbyte tune"
 
 
 def _damaged(path: Path, error: Exception) -> FormatError:
@@ -181,6 +182,8 @@ def _entries(held: dict[str, Any], path: Path) -> Iterator[Entry]:
                 raise ValueError(f"a measurement states {', '.join(PROVENANCE)}, not {', '.join(measurement)}")
         for entry in held["choices"]:
             n, k = entry["shape"]
+            if n < 1 or k < 1:
+                raise ValueError(f"no shape of a weight: {n}, {k}")
             measured, *others = entry["dtypes"]
             kernels = {}
             for name, of_kernel in entry["kernels"].items():
@@ -194,11 +197,8 @@ def _entries(held: dict[str, Any], path: Path) -> Iterator[Entry]:
 def _ranges(
     kernel: str, held: dict[str, Any], shape: tuple[int, int], dtype: str, measurement: dict[str, Any], path: Path
 ) -> Iterator[Range]:
-    first = held["from"]
-    ends = [one["to"] for one in held["rows"]]
-    if None in ends[:-1] or [first - 1, *(end for end in ends if end is not None)] != sorted(
-        {first - 1, *(end for end in ends if end is not None)}
-    ):
+    first, ends = held["from"], [one["to"] for one in held["rows"]]
+    if not ends or any(last >= end for last, end in pairwise([first - 1, *(inf if end is None else end for end in ends)])):
         raise ValueError(f"rows of {kernel} do not rise: from {first} to {ends}")
     for one in held["rows"]:
         times = {int(rows): float(us) for rows, us in one["microseconds"].items()}
@@ -282,7 +282,7 @@ def pick(call: Call) -> tuple[Choice, ...]:
 
 
 def ends(call: Call) -> tuple[int, ...]:
-    """The last M of each range in which the same is tried, as far as a few shapes like this one were measured."""
+    """The last M of each range in which the same is tried, as far as the nearest entry says; there may be others."""
     near = _near(call)[:1]
     lasts = {one.last for entry in near for ranges in entry.kernels.values() for one in ranges}
     firsts = {ranges[0].first - 1 for entry in near for ranges in entry.kernels.values()}
