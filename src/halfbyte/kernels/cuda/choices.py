@@ -198,7 +198,8 @@ def _ranges(
     kernel: str, held: dict[str, Any], shape: tuple[int, int], dtype: str, measurement: dict[str, Any], path: Path
 ) -> Iterator[Range]:
     first, ends = held["from"], [one["to"] for one in held["rows"]]
-    if not ends or any(last >= end for last, end in pairwise([first - 1, *(inf if end is None else end for end in ends)])):
+    rising = [first - 1, *(inf if end is None else end for end in ends)]
+    if not ends or any(last >= end for last, end in pairwise(rising)):
         raise ValueError(f"rows of {kernel} do not rise: from {first} to {ends}")
     for one in held["rows"]:
         times = {int(rows): float(us) for rows, us in one["microseconds"].items()}
