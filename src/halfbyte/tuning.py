@@ -35,7 +35,7 @@ ROWS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Numbers of tokens; in FP8 those from which on it is used."""
 OPS: Final[Mapping[str, type[Call]]] = {"exact": Call, "fp8": Fp8Call}
 """For each precision the class of its calls."""
-ENOUGH: Final = 1_600_000_000_000
+ENOUGH: Final = 800_000_000_000
 """Operations of a product whose tiles fill so many waves of a GPU that with more of them nothing changes."""
 DTYPES: Final = ("bfloat16", "float16")
 SECONDS: Final = 240.0
@@ -194,29 +194,32 @@ def tune(
         raise UsageError("there is no place for the choices", got="HALFBYTE_CHOICES=none", hint="name one with --out")
     held = choices.load(out) if out.exists() else {"format": choices.FORMAT, "measurements": {}, "choices": []}
     work = list(planned(options, machine.capability))
+    measurement = {**machine.facts, "date": time.strftime("%Y-%m-%d", time.gmtime()), "command": options.command}
     facts: dict[str, Any] = {
-        "gpu": machine.facts["gpu"], "capability": machine.capability, "out": str(out), "command": options.command,
+        "gpu": measurement["gpu"], "capability": machine.capability, "out": str(out), "command": options.command,
         "measured": 0, "wrong": [], "failed": [], "left_out": [],
     }  # fmt: skip
     total = sum(one.count for one in work)
     try:
         machine.compile([job for one in work for jobs in one.jobs for job in jobs])
+        why = ""
         for one in work:
-            if facts["left_out"] or clock() - start > options.seconds:
-                facts["left_out"].append(f"{one}: the time was over")
-                continue
+            why = why or ("the time was over" if clock() - start > options.seconds else "")
             try:
-                for jobs in one.jobs:
+                for jobs in () if why else one.jobs:
                     _note(one.times, jobs, machine.measure(jobs), facts)
                     if progress:
                         progress(facts["measured"], total)
-                one.done = True
+                one.done = not why
             except LostError as error:
-                facts["left_out"].append(f"{one}: {error}")
+                why = str(error)
+            if why:
+                facts["left_out"].append(f"{one}: {why}")
     finally:
         machine.close()
-    measurement = {**machine.facts, "date": time.strftime("%Y-%m-%d", time.gmtime()), "command": options.command}
-    facts["choices"] = [row for one in work if one.done for row in _into(held, one, measurement, options.dtype)]
+    facts["choices"] = [
+        row for one in work if one.done and one.times for row in _into(held, one, measurement, options.dtype)
+    ]
     if facts["choices"]:
         write(out, held)
     facts["seconds"] = round(clock() - start, 1)

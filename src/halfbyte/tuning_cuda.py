@@ -24,14 +24,14 @@ from halfbyte.kernels.cuda import launch
 from halfbyte.trials import WrongResultError
 from halfbyte.tuning import Job, LostError, Result
 
-MEGABYTES: Final = 300
+MEGABYTES: Final = 150
 """Of copies of a weight, which take turns, so that no cache holds them."""
 ROUNDS: Final = 3
 BATCH_SECONDS: Final = 2e-3
 SHORT: Final = 1e-4
-FAR: Final = 1.25
+FAR: Final = 1.1
 """What takes so many times as long as the best in its first batch is not timed again."""
-HOT_ROWS, REST = 256, 0.005
+HOT_ROWS, REST = 256, 0.003
 """From so many tokens on, each batch waits so many seconds before: products heat the GPU until it slows down."""
 WRONG: Final = {"bfloat16": 4e-3, "float16": 1e-3}
 """An error larger than this part of the result's norm is no rounding."""

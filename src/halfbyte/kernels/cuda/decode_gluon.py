@@ -168,17 +168,16 @@ def configure(call: Call) -> Decode:
 
 
 def configurations(call: Call) -> tuple[Decode, ...]:
-    """Those that can pay: enough programs for a GPU, enough loads on their way, and not two that are the same code."""
+    """Those that can pay: enough programs for a GPU, as many loads on their way as pay, and no code twice."""
     n, k = call.shape[-2:]
-    least, most, longest = (3, 6, 6) if call.rows <= 8 else (2, 8, 5)
+    few = call.rows <= 8
     found: dict[Any, Decode] = {}
     for made in CONFIGURATIONS:
-        units = made.ahead * made.tiles
-        fits = n >= _PROGRAMS * TILE * made.tiles or made.tiles == 1
-        if not fits or not least <= units <= most or made.ahead > longest:
-            continue
-        held = constants((n, k), call.rows, call.dtype, per_row=False, bias=False, made=made)
-        found.setdefault((made.warps, made.registers, *held.values()), made)
+        many = made.tiles == 1 or n >= _PROGRAMS * TILE * made.tiles
+        pays = 3 <= made.ahead and made.ahead * made.tiles <= 6 if few else made.ahead <= 5
+        if many and pays:
+            held = constants((n, k), call.rows, call.dtype, per_row=False, bias=False, made=made)
+            found.setdefault((made.warps, made.registers, *held.values()), made)
     return tuple(found.values())
 
 
