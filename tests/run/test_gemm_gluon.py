@@ -27,7 +27,6 @@ from halfbyte.kernels.cuda.gemm_gluon import (
     schedule,
     scratch_of,
     signature,
-    store,
 )
 from halfbyte.kernels.cuda.launch import Tensor, options_of
 from halfbyte.layouts import Fragments, Rows
@@ -154,13 +153,13 @@ def launches(monkeypatch):
     """What ``bind`` launches and describes, with stand-ins for the driver, torch's stream and event."""
     state = SimpleNamespace(kinds=[], values=[], described=[], finished=False)
 
-    def program(call, bias, made, device, pdl, how, split):
+    def program(call, bias, made, device, pdl, whole, split):
         def run(grid, values):
-            state.kinds.append(("early" if pdl else "ordinary", how))
+            state.kinds.append(("early" if pdl else "ordinary", "boxes" if whole else "elements"))
             state.values.append((grid, values))
 
         def tensor(place, address, shape, strides=None):
-            state.described.append((place, address, shape, strides))
+            state.described.append((place, address, shape))
             return Tensor(address, shape, strides)
 
         run.tensor = tensor
@@ -191,30 +190,22 @@ def test_what_a_launch_is_given(launches):
     codes, scales, scale2 = (args.weight.buffers()[name].data_ptr() for name in ("codes", "scales", "scale2"))
     x, out = args.x.data_ptr(), args.out.data_ptr()
     # weights once, activations and results once for each address
-    assert launches.described == [
-        (0, codes, (3, 16, 16), None),
-        (1, scales, (3, 32), None),
-        (2, x, (19, 80), None),
-        (4, out, (19, 40), None),
-    ]
+    assert launches.described == [(0, codes, (3, 16, 16)), (1, scales, (3, 32)), (2, x, (19, 80)), (3, out, (19, 40))]
     grid, values = launches.values[0]
     assert grid == (2, 1, 1)
-    assert [v.address for v in values[:5]] == [codes, scales, x, x, out]
-    assert values[5:] == (out, scale2, None, *launches.memory, 19, 40, 2, 0, 1, 2, 1, 1, 2)
+    assert [v.address for v in values[:4]] == [codes, scales, x, out]
+    assert values[4:] == (scale2, None, *launches.memory, 19, 40, 2, 0, 1, 2, 1, 1, 2)
 
 
-def test_results_whose_rows_begin_anywhere_go_out_turned_and_those_at_odd_addresses_by_element(launches):
-    for n, at, tokens in ((40, 0, 64), (40, 2, 64), (41, 0, 64), (41, 2, 64), (41, 0, 32)):
+def test_results_at_odd_addresses_are_stored_by_element(launches):
+    for n, at in ((40, 0), (40, 2), (41, 0)):
         _, args = arguments(n=n, k=80, rows=19)
         out = torch.empty(19 * n + 8, dtype=torch.bfloat16)
         out = out[(-out.data_ptr() // 2) % 8 + at :][: 19 * n].view(19, n)
-        gemm_gluon.bind(args, Gemm(tokens=tokens))(args.x, None, out)
-        place = launches.values[-1][1][4]
-        assert (place if isinstance(place, int) else place.address) == out.data_ptr()
-    assert [how for _, how in launches.kinds] == ["boxes", "elements", "turned", "elements", "elements"]
-    assert [v[1][8:10] for v in launches.values] == [(None, None)] * 5  # nothing is split
-    turned = [(shape, strides) for place, _, shape, strides in launches.described[8:] if place > 1]
-    assert turned[:3] == [((19, 80), None), ((8, 2, 80), (80, 640, 1)), ((2, 328), None)]
+        gemm_gluon.bind(args, Gemm())(args.x, None, out)
+    assert [kind for _, kind in launches.kinds] == ["boxes", "elements", "elements"]
+    assert [v[1][3] for v in launches.values[1:]][-1] == out.data_ptr()
+    assert [v[1][6:8] for v in launches.values] == [(None, None)] * 3  # nothing is split
 
 
 def test_activations_at_odd_addresses_are_copied(launches):
@@ -232,9 +223,9 @@ def code_of(made, shape=(14336, 4096), rows=1024, dtype="bfloat16", out_dtype="b
     from halfbyte.kernels.cuda.gemm_gluon_code import gemm
 
     call = accepted(shape=shape, rows=rows, dtype=dtype, out_dtype=out_dtype, layout=Fragments(dtype), **flags)
-    how = store(call, made)
-    types = {name: of.removesuffix(":16") for name, of in signature(call, made, "*fp32", how).items()}
-    held = constants(call, made, how, schedule(*shape, rows, made, 132).split > 0)
+    whole = shape[0] % 8 == 0
+    types = {name: of.removesuffix(":16") for name, of in signature(call, made, "*fp32", whole).items()}
+    held = constants(call, made, whole, schedule(*shape, rows, made, 132).split > 0)
     return Program(gemm, types, held, options_of(**options(made))).compile(90)
 
 
@@ -243,7 +234,6 @@ CODES = [
     (Gemm(2, 4, 64, 4), {"rows": 64, "dtype": "float16", "out_dtype": "float32", "per_row": True}),
     (Gemm(2, 4, 32, 2, 2, 2, True, ahead=False), {"rows": 32, "shape": (4099, 4096), "bias": True}),
     (Gemm(2, 8, 128, 1, 1, 2), {"rows": 300}),
-    (Gemm(2, 8, 128, 1), {"shape": (248077, 4096)}),
 ]
 
 
@@ -252,7 +242,9 @@ CODES = [
 def test_machine_code(made, flags):
     code = code_of(made, **flags)
     print(code)
-    assert (code.stack, code.spills, code.warnings) == (0, 0, [])
+    assert code.warnings == []
+    assert code.stack <= 16  # what all partitions begin with may be put aside, once
+    assert [count(loop.opcodes, r"(LDL|STL)\b") for loop in code.loops] == [0] * made.consumers
     assert len(code.loops) == made.consumers
     assert [loop.shuffles for loop in code.loops] == [0] * made.consumers
     assert max(loop.per_matrix for loop in code.loops) <= 31
@@ -282,8 +274,6 @@ RESULTS = [
     ((1000, 17), 1104, (31, 65), OTHERS[1], "bfloat16", "float16", None, True),
     ((1000, 65), 4144, (64, 130), OTHERS[2], "float16", "float16", "bfloat16", False),
     ((520, 64), 4144, (257, 19), OTHERS[3], "bfloat16", "float32", None, True),
-    ((1001, 515), 1072, (304, 128), OTHERS[3], "bfloat16", "float32", "float32", False),
-    ((1001, 515), 2096, (320, 64), OTHERS[2], "bfloat16", "bfloat16", None, True),
     ((257, 1024), 1088, (600, 255), OTHERS[4], "float16", "bfloat16", None, False),
 ]
 
@@ -308,9 +298,10 @@ def compiled():
     for call, bias, made in programs():
         chosen = made or gemm_gluon.configure(call)
         split = gemm_gluon._schedule(call, chosen, 0).split > 0
-        for how in {store(call, chosen), store(call, chosen, aligned=False)}:
-            types = signature(call, chosen, f"*{gemm_gluon.TYPES[bias]}", how)
-            found.append((types, constants(call, chosen, how, split), options_of(**options(chosen))))
+        whole = call.shape[0] * (4 if call.out_dtype == "float32" else 2) % 16 == 0
+        for fits in {whole, False}:
+            types = signature(call, chosen, f"*{gemm_gluon.TYPES[bias]}", fits)
+            found.append((types, constants(call, chosen, fits, split), options_of(**options(chosen))))
     compile_ahead("halfbyte.kernels.cuda.gemm_gluon_code", "gemm", found, 90)
 
 

@@ -12,10 +12,8 @@ other rows of x, and on M and the row's place only through what is split. Produc
 ``gluon-decode``; p parts add p to K + 24 there.
 
 Codes, scales and x come by the copy engine (TMA), which reads zeros beyond N, M and K. So does the result go out, where
-rows of out begin at multiples of 16 bytes. Where they do not, every eighth row does, so a tile of which all is there
-takes its tokens in the order 0, 8, .., 1, 9, .. and goes out as eight boxes; of others each lane stores an element. The
-first stages of codes and scales are asked for before the kernel ahead has ended, when that is right: see
-``decode_gluon``.
+rows of out begin at multiples of 16 bytes; else each lane stores one element, and lanes neighbours. The first stages of
+codes and scales are asked for before the kernel ahead has ended, when that is right: see ``decode_gluon``.
 """
 
 from __future__ import annotations
@@ -172,36 +170,15 @@ def _size(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
-BOXES, TURNED, ELEMENTS = "boxes", "turned", "elements"
-"""How results are stored."""
-
-
-def store(call: Call, made: Gemm, aligned: bool = True) -> str:
-    """How, to memory that begins at a multiple of 16 bytes or does not."""
-    if not aligned:
-        return ELEMENTS
-    if call.shape[0] * _size(call.out_dtype) % ALIGNED == 0:
-        return BOXES
-    return TURNED if made.tokens >= 64 else ELEMENTS
-
-
-def signature(call: Call, made: Gemm, bias: str, how: str) -> dict[str, str]:
-    """The types of the device code's arguments; ``how`` as of ``store``."""
-    out, x = TYPES[call.out_dtype], TYPES[call.dtype]
-    places = {
-        BOXES: boxes(out, (made.height(_size(call.out_dtype)), TILE * made.tiles), 128),
-        TURNED: boxes(out, (made.tokens // 8, TILE * made.tiles), 128),
-        ELEMENTS: f"*{out}",
-    }
-    natural = boxes(x, (made.tokens, UNIT * made.units), 128)
+def signature(call: Call, made: Gemm, bias: str, whole: bool) -> dict[str, str]:
+    """The types of the device code's arguments; ``whole``: rows of out begin at multiples of 16 bytes."""
+    out = TYPES[call.out_dtype]
     numbers = ("M", "N", "items", "whole", "share", "parts", "along_n", "along_m", "steps")
     return {
         "codes_map": boxes("i32", (made.tiles, 8 * made.units, 16), 64),
         "scales_map": boxes("i32", (made.tiles, 16 * made.units), 0),
-        "x_map": natural,
-        "x_turned": boxes(x, (8, made.tokens // 8, UNIT * made.units), 128) if how == TURNED else natural,
-        "out_map": places[how],
-        "out": f"*{out}",
+        "x_map": boxes(TYPES[call.dtype], (made.tokens, UNIT * made.units), 128),
+        "out": boxes(out, (made.height(_size(call.out_dtype)), TILE * made.tiles), 128) if whole else f"*{out}",
         "scale2": "*fp32",
         "bias": bias,
         "sums": "*fp32:16",
@@ -210,7 +187,7 @@ def signature(call: Call, made: Gemm, bias: str, how: str) -> dict[str, str]:
     }
 
 
-def constants(call: Call, made: Gemm, how: str, split: bool) -> dict[str, Any]:
+def constants(call: Call, made: Gemm, whole: bool, split: bool) -> dict[str, Any]:
     """The constants of the device code."""
     size = _size(call.out_dtype)
     return {
@@ -223,14 +200,13 @@ def constants(call: Call, made: Gemm, how: str, split: bool) -> dict[str, Any]:
         "SPLIT": split,
         "HEIGHT": made.height(size),
         "REGISTERS": made.registers[1],
-        "TMA": how == BOXES,
+        "TMA": whole,
         "PER_ROW": call.per_row,
         "BIAS": call.bias,
         "DECODE": decode_code(call.dtype),
         "SCALES": scales_code(call.dtype),
         "FACTOR": FACTOR,
         "AHEAD": made.ahead,
-        "TURN": how == TURNED,
     }
 
 
@@ -305,58 +281,51 @@ def bind(args: LinearArgs, made: Gemm | None = None) -> Callable[[Array, Array |
     scale2 = buffers["scale2"].data_ptr()
     units = -(-k // UNIT)
     bias_type = fragments.bias_type(args.bias)
+    size = args.out.element_size()
     numbers = (rows, n, held.items, held.whole, held.share, held.parts, held.along_n, held.along_m, held.steps)
     grid = (held.grid, 1, 1)
-    usual = store(call, made)
+    fits = n * size % ALIGNED == 0
     programs = {
-        (pdl, usual): _program(call, bias_type, made, device, pdl, usual, held.split > 0) for pdl in (False, True)
+        (pdl, fits): _program(call, bias_type, made, device, pdl, fits, held.split > 0) for pdl in (False, True)
     }
-    first = programs[False, usual]
+    first = programs[False, fits]
     codes = first.tensor(0, buffers["codes"].data_ptr(), (-(-n // TILE), 8 * units, 16))
     scales = first.tensor(1, buffers["scales"].data_ptr(), (-(-n // TILE), 16 * units))
-    groups = max(1, rows // 8)
-    of_x: dict[int, tuple[Tensor, Tensor]] = {}
-    of_out: dict[int, Any] = {}
+    known: dict[tuple[int, int], Tensor] = {}
 
-    def tensors_of_x(at: int) -> tuple[Tensor, Tensor]:
-        natural = first.tensor(2, at, (rows, k))
-        turned = first.tensor(3, at, (8, groups, k), (k, 8 * k, 1)) if usual == TURNED else natural
-        _keep(of_x, at, (natural, turned))
-        return natural, turned
-
-    def tensor_of_out(at: int) -> Any:
-        if at % ALIGNED or usual == ELEMENTS:
-            return at
-        made = first.tensor(4, at, (rows, n) if usual == BOXES else (groups, 8 * n))
-        _keep(of_out, at, made)
-        return made
+    def tensor(place: int, at: int, width: int) -> Tensor:
+        found = known.get((place, at))
+        if found is None:
+            if len(known) >= KEPT:
+                known.clear()
+            found = known[place, at] = first.tensor(place, at, (rows, width))
+        return found
 
     written = Written(device)
     counted = not any(buffers[name].is_inference() for name in ("codes", "scales"))
 
     def run(x: Any, bias: Any, out: Any) -> None:
         x = fragments.aligned(x)
-        of, to = x.data_ptr(), out.data_ptr()
-        how = ELEMENTS if to % ALIGNED else usual
-        sums, counts = (
-            (workspace(device, of_sums).data_ptr(), counters(device, of_counts).data_ptr()) if of_sums else (None, None)
-        )
+        to = out.data_ptr()
+        whole = fits and not to % ALIGNED
+        sums = counts = None
+        if of_sums:  # both are held until the launch: what is not, the next allocation may get
+            sums, counts = workspace(device, of_sums), counters(device, of_counts)
         values = (
             codes,
             scales,
-            *(of_x.get(of) or tensors_of_x(of)),
-            of_out.get(to) or tensor_of_out(to),
-            to,
+            tensor(2, x.data_ptr(), k),
+            tensor(3, to, n) if whole else to,
             scale2,
             None if bias is None else bias.data_ptr(),
-            sums,
-            counts,
+            None if sums is None else sums.data_ptr(),
+            None if counts is None else counts.data_ptr(),
             *numbers,
         )
-        run_program = programs.get((written.over, how))
+        run_program = programs.get((written.over, whole))
         if run_program is None:
-            run_program = _program(call, bias_type, made, device, written.over, how, held.split > 0)
-            programs[written.over, how] = run_program
+            run_program = _program(call, bias_type, made, device, written.over, whole, held.split > 0)
+            programs[written.over, whole] = run_program
         run_program(grid, values)
         if counted and not written.over:
             written.launched()
@@ -365,20 +334,14 @@ def bind(args: LinearArgs, made: Gemm | None = None) -> Callable[[Array, Array |
 
 
 KEPT: Final = 256
-"""Addresses of activations, and of results, that a weight and number of rows remember."""
+"""Descriptions of activations and results, of a weight and number of rows, that are kept."""
 
 
-def _keep(known: dict[int, Any], at: int, made: Any) -> None:
-    if len(known) >= KEPT:
-        known.clear()
-    known[at] = made
-
-
-def _program(call: Call, bias: str, made: Gemm, device: Any, pdl: bool, how: str, split: bool) -> Program:
+def _program(call: Call, bias: str, made: Gemm, device: Any, pdl: bool, whole: bool, split: bool) -> Program:
     from halfbyte.kernels.cuda.gemm_gluon_code import gemm
 
-    types = signature(call, made, bias, how)
-    return program(gemm, types, constants(call, made, how, split), device=device, pdl=pdl, **options(made))
+    types = signature(call, made, bias, whole)
+    return program(gemm, types, constants(call, made, whole, split), device=device, pdl=pdl, **options(made))
 
 
 def launch(args: LinearArgs) -> None:
@@ -392,8 +355,9 @@ def load(call: Call, made: Gemm | None = None) -> None:
 
     made = configure(call) if made is None else made
     split = _schedule(call, made, None).split > 0
+    whole = call.shape[0] * _size(call.out_dtype) % ALIGNED == 0
     for pdl in (False, True):
-        _program(call, "*fp32", made, torch.device(call.device), pdl, store(call, made), split)
+        _program(call, "*fp32", made, torch.device(call.device), pdl, whole, split)
 
 
 GLUON: Final = Kernel(

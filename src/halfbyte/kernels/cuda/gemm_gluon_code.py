@@ -91,12 +91,6 @@ def place_of(tile, work, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def is_turned(tm, tn, M, N, C: gl.constexpr, R: gl.constexpr, NB: gl.constexpr):
-    """Whether all that a tile stores in turned order is there: rows in groups of 8, and all its features."""
-    return ((tn + 1) * (C * R * 16) <= N) & (((tm + 1) * NB <= M) | (M % 8 == 0))
-
-
-@gluon.jit
 def ask_for_weights(codes_map, scales_map, ring, slot, tile, step, C: gl.constexpr, R: gl.constexpr, U: gl.constexpr):
     """The words and scales of a step, of C consumers with R tiles each, into a slot; ``tile`` is the first's."""
     codes, scales, _x, full, _empty = ring
@@ -108,7 +102,7 @@ def ask_for_weights(codes_map, scales_map, ring, slot, tile, step, C: gl.constex
 
 
 @gluon.jit
-def produce(maps, ring, work, M, N, BYTES: gl.constexpr, FORM: gl.constexpr):
+def produce(maps, ring, work, BYTES: gl.constexpr, FORM: gl.constexpr):
     """Fill the ring, for all items of the program; weights of the first stages before the kernels ahead have ended."""
     C: gl.constexpr = FORM[0]
     R: gl.constexpr = FORM[1]
@@ -116,10 +110,7 @@ def produce(maps, ring, work, M, N, BYTES: gl.constexpr, FORM: gl.constexpr):
     NB: gl.constexpr = FORM[3]
     STAGES: gl.constexpr = FORM[4]
     GROUP: gl.constexpr = FORM[5]
-    HALF: gl.constexpr = FORM[8]
-    TURN: gl.constexpr = FORM[17]
-    TURNED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
-    codes_map, scales_map, x_map, x_turned = maps
+    codes_map, scales_map, x_map = maps
     items = work[0]
     _codes, _scales, x, full, empty = ring
     let_the_next_kernel_start()
@@ -140,11 +131,7 @@ def produce(maps, ring, work, M, N, BYTES: gl.constexpr, FORM: gl.constexpr):
                 mbarrier.wait(empty.index(slot), ((done // STAGES) & 1) ^ 1)
                 mbarrier.expect(full.index(slot), BYTES)
                 ask_for_weights(codes_map, scales_map, ring, slot, tn * (C * R), step, C, R, U)
-            if TURN and is_turned(tm, tn, M, N, C, R, NB):
-                room = x.index(slot)._reinterpret(HALF, [8, NB // 8, 64 * U], TURNED)
-                tma.async_copy_global_to_shared(x_turned, [0, tm * (NB // 8), step * (64 * U)], full.index(slot), room)
-            else:
-                tma.async_copy_global_to_shared(x_map, [tm * NB, step * (64 * U)], full.index(slot), x.index(slot))
+            tma.async_copy_global_to_shared(x_map, [tm * NB, step * (64 * U)], full.index(slot), x.index(slot))
             done += 1
 
 
@@ -276,28 +263,22 @@ def combine(acc, sums, counts, split, part, parts, R: gl.constexpr, NB: gl.const
 
 @gluon.jit
 def _put(
-    value, stage, to, m, n, first, M, N, turned, TMA: gl.constexpr, TURN: gl.constexpr, HEIGHT: gl.constexpr,
-    ROWS: gl.constexpr, NB: gl.constexpr,
+    value, stage, out, m, n, M, N, TO: gl.constexpr, TMA: gl.constexpr, HEIGHT: gl.constexpr, ROWS: gl.constexpr
 ):  # fmt: skip
-    """(ROWS, HEIGHT) to tokens first on of the tile that begins at out[m, n], through shared memory."""
+    """(ROWS, HEIGHT) to out[m:, n:], through shared memory."""
     W: gl.constexpr = gl.num_warps()
-    out_map, out = to
-    if TMA or TURN:
+    if TMA:
         tma.store_wait(0)
     together()
-    stage.permute((1, 0)).store(value.to(out.dtype.element_ty))
-    if TMA or TURN:
-        fence_async_shared()
-    together()
+    stage.permute((1, 0)).store(value.to(TO))
     if TMA:
-        tma.async_copy_shared_to_global(out_map, [m + first, n], stage)
-    elif TURN and turned:
-        for i in gl.static_range(8 * HEIGHT // NB):
-            rows = stage.slice(i * (NB // 8), NB // 8, dim=0)
-            tma.async_copy_shared_to_global(out_map, [m // 8, (first // (NB // 8) + i) * N + n], rows)
+        fence_async_shared()
+        together()
+        tma.async_copy_shared_to_global(out, [m, n], stage)
     else:
+        together()
         ACROSS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
-        row = m + first + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, ACROSS))
+        row = m + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, ACROSS))
         column = n + gl.arange(0, ROWS, layout=gl.SliceLayout(0, ACROSS))
         there = (row < M)[:, None] & (column < N)[None, :]
         gl.store(out + (row.to(gl.int64) * N)[:, None] + column[None, :], stage.load(ACROSS), mask=there)
@@ -305,20 +286,16 @@ def _put(
 
 @gluon.jit
 def put(
-    acc, stage, to, m, n, first, M, N, turned, TMA: gl.constexpr, TURN: gl.constexpr, HEIGHT: gl.constexpr,
-    ROWS: gl.constexpr, COUNT: gl.constexpr, NB: gl.constexpr,
+    acc, stage, out, m, n, M, N, TO: gl.constexpr, TMA: gl.constexpr, HEIGHT: gl.constexpr, ROWS: gl.constexpr,
+    NB: gl.constexpr,
 ):  # fmt: skip
-    """(ROWS, COUNT) to tokens first on of the tile of NB tokens that begins at out[m, n], HEIGHT at a time.
-
-    Where rows of out begin anywhere, the tokens of a tile that is ``turned`` are in the order 0, 8, .., 1, 9, ..: every
-    eighth row begins at a multiple of 16 bytes from the last, so those are stored as boxes of an (M / 8, 8 N) matrix.
-    """
-    if COUNT == HEIGHT:
-        _put(acc, stage, to, m, n, first, M, N, turned, TMA, TURN, HEIGHT, ROWS, NB)
+    """(ROWS, NB) to out[m:, n:], HEIGHT tokens at a time."""
+    if NB == HEIGHT:
+        _put(acc, stage, out, m, n, M, N, TO, TMA, HEIGHT, ROWS)
     else:
-        low, high = gl.split(acc.reshape(ROWS, 2, COUNT // 2).permute(0, 2, 1))
-        put(low, stage, to, m, n, first, M, N, turned, TMA, TURN, HEIGHT, ROWS, COUNT // 2, NB)
-        put(high, stage, to, m, n, first + COUNT // 2, M, N, turned, TMA, TURN, HEIGHT, ROWS, COUNT // 2, NB)
+        low, high = gl.split(acc.reshape(ROWS, 2, NB // 2).permute(0, 2, 1))
+        put(low, stage, out, m, n, M, N, TO, TMA, HEIGHT, ROWS, NB // 2)
+        put(high, stage, out, m + NB // 2, n, M, N, TO, TMA, HEIGHT, ROWS, NB // 2)
 
 
 @gluon.jit
@@ -348,6 +325,7 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
     SPLIT: gl.constexpr = FORM[6]
     HEIGHT: gl.constexpr = FORM[7]
     HALF: gl.constexpr = FORM[8]
+    TO: gl.constexpr = FORM[9]
     TMA: gl.constexpr = FORM[10]
     PER_ROW: gl.constexpr = FORM[11]
     BIAS: gl.constexpr = FORM[12]
@@ -355,8 +333,7 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
     SCALES: gl.constexpr = FORM[14]
     FACTOR: gl.constexpr = FORM[15]
     AHEAD: gl.constexpr = FORM[16]
-    TURN: gl.constexpr = FORM[17]
-    ring, work, stages, to, scale2, bias, sums, counts, M, N = given
+    ring, work, stages, out, scale2, bias, sums, counts, M, N = given
     items, whole, _share, parts, _along_n, _along_m, _steps = work
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, NB, 16])
     wait_for_kernels_ahead()
@@ -372,9 +349,8 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
                 acc, last = combine(acc, sums, counts, (tile - whole) * C + WHICH, part, parts, R, NB)
         if last:
             acc = scaled(acc, scale2, bias, n, N, 16 * R, PER_ROW, BIAS, FACTOR)
-            turned = is_turned(tm, tn, M, N, C, R, NB)
-            put(acc, stages.index(WHICH), to, tm * NB, n, 0, M, N, turned, TMA, TURN, HEIGHT, 16 * R, NB, NB)
-    if TMA or TURN:
+            put(acc, stages.index(WHICH), out, tm * NB, n, M, N, TO, TMA, HEIGHT, 16 * R, NB)
+    if TMA:
         tma.store_wait(0)
 
 
@@ -401,8 +377,6 @@ def gemm(
     codes_map,
     scales_map,
     x_map,
-    x_turned,
-    out_map,
     out,
     scale2,
     bias,
@@ -433,7 +407,6 @@ def gemm(
     SCALES: gl.constexpr,
     FACTOR: gl.constexpr,
     AHEAD: gl.constexpr,
-    TURN: gl.constexpr,
 ):
     """M rows of x times the weight.
 
@@ -441,9 +414,7 @@ def gemm(
         codes_map: boxes (R, 8 U, 16) of i32 (tiles, 8 units, 16).
         scales_map: boxes (R, 16 U) of i32 (tiles, 16 units).
         x_map: boxes (NB, 64 U) of (M, K) bf16 or f16.
-        x_turned: TURN: boxes (8, NB / 8, 64 U) of x as (8, M / 8, K), row r of group g at [r, g].
-        out_map: TMA: boxes (HEIGHT, 16 R) of out; TURN: boxes (NB / 8, 16 R) of out as (M / 8, 8 N).
-        out: (M, N).
+        out: TMA: boxes (HEIGHT, 16 R) of (M, N); else a pointer to it.
         scale2: f32, 1 or N.
         bias: (N,), if BIAS.
         sums: f32, of the parts of tiles that are split, if SPLIT.
@@ -467,7 +438,6 @@ def gemm(
         HEIGHT: tokens that are stored at a time.
         REGISTERS: of a consumer's thread.
         TMA: rows of out begin at multiples of 16 bytes.
-        TURN: out does, and NB is 64 or more.
         PER_ROW: scale2 has N values.
         BIAS: a bias is added.
         DECODE: assembly: a word and a pair of scales -> four pairs of products.
@@ -475,28 +445,24 @@ def gemm(
         FACTOR: what products lack beside scale2.
         AHEAD: a step is multiplied while the one ahead of it still is.
     """
-    TO: gl.constexpr = out.dtype.element_ty
+    TO: gl.constexpr = out.dtype if TMA else out.dtype.element_ty
     HALF: gl.constexpr = x_map.dtype
     BYTES: gl.constexpr = C * R * U * 576 + NB * U * 128
     ring = allocate(codes_map, scales_map, x_map, C, R, U, NB, STAGES)
     WIDE: gl.constexpr = TO.primitive_bitwidth
     stages = gl.allocate_shared_memory(TO, [C, HEIGHT, 16 * R], gl.NVMMASharedLayout(128, WIDE, 2))
     work = (items, whole, share, parts, along_n, along_m, steps)
-    given = (ring, work, stages, (out_map, out), scale2, bias, sums, counts, M, N)
+    given = (ring, work, stages, out, scale2, bias, sums, counts, M, N)
     FORM: gl.constexpr = (
         C, R, U, NB, STAGES, GROUP, SPLIT, HEIGHT, HALF, TO, TMA, PER_ROW, BIAS, DECODE, SCALES, FACTOR,
-        AHEAD, TURN,
+        AHEAD,
     )  # fmt: skip
-    maps = (codes_map, scales_map, x_map, x_turned)
+    maps = (codes_map, scales_map, x_map)
     if C == 1:
-        gl.warp_specialize([(consume, (given, 0, FORM)), (produce, (maps, ring, work, M, N, BYTES, FORM))], [1], [32])
+        gl.warp_specialize([(consume, (given, 0, FORM)), (produce, (maps, ring, work, BYTES, FORM))], [1], [32])
     elif C == 2:
         gl.warp_specialize(
-            [
-                (consume, (given, 0, FORM)),
-                (consume, (given, 1, FORM)),
-                (produce, (maps, ring, work, M, N, BYTES, FORM)),
-            ],
+            [(consume, (given, 0, FORM)), (consume, (given, 1, FORM)), (produce, (maps, ring, work, BYTES, FORM))],
             [4, 1],
             [REGISTERS, 32],
         )
@@ -506,7 +472,7 @@ def gemm(
                 (consume, (given, 0, FORM)),
                 (consume, (given, 1, FORM)),
                 (consume, (given, 2, FORM)),
-                (produce, (maps, ring, work, M, N, BYTES, FORM)),
+                (produce, (maps, ring, work, BYTES, FORM)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
@@ -518,7 +484,7 @@ def gemm(
                 (consume, (given, 1, FORM)),
                 (consume, (given, 2, FORM)),
                 (consume, (given, 3, FORM)),
-                (produce, (maps, ring, work, M, N, BYTES, FORM)),
+                (produce, (maps, ring, work, BYTES, FORM)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, 32],

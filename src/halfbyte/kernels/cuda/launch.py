@@ -538,7 +538,9 @@ _captured: Final[dict[Any, Any]] = {}
 def capture_of(stream: int) -> int:
     """The number of the capture that a stream is in."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
-    found = _driver().cuStreamGetCaptureInfo(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number))
+    none = ctypes.c_void_p()
+    ask = _driver().cuStreamGetCaptureInfo_v2
+    found = ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), none, none, none)
     if found:
         raise UnavailableError("the driver does not tell which CUDA graph is captured", got=f"error {found}")
     return number.value
