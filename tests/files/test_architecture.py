@@ -129,6 +129,9 @@ What ends in _code is loaded only to run."""
 CUDA = {"choices", "launch", "fragments", "fp8_quantize"}
 """In kernels.cuda: what every kernel may import, beside its own device code, the file of its name and _code."""
 
+TILED = {"gemm_gluon": {"decode_gluon"}, "fp8_gluon": {"gemm_gluon"}}
+"""In kernels.cuda: whose parts a kernel has."""
+
 EXECUTORS = {
     "order": set(),
     "executors": {"order", "compiled", "cuda"},
@@ -192,6 +195,7 @@ def test_nothing_is_imported_sideways(file):
         allowed = {f"{folder}.{sibling}" for sibling in CHAINS[folder.removeprefix("halfbyte.")].get(own, ())}
     elif folder == "halfbyte.kernels.cuda":
         codes = {s for s in siblings if s.endswith("_code") and own.endswith("_code")}
+        codes |= {f"{folder}.{sibling}" for sibling in TILED.get(own, ())}
         allowed = codes | {f"{folder}.{sibling}" for sibling in (CUDA | {f"{own}_code"}) - {own}}
     else:
         names = EXECUTORS.get(own, LAYOUT) if folder == "halfbyte.layouts" else {"base"} - {own}

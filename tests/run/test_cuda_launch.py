@@ -12,13 +12,17 @@ import torch
 from halfbyte.errors import UnavailableError, UsageError
 from halfbyte.kernels import Call
 from halfbyte.kernels.cuda import launch
-from halfbyte.kernels.cuda.launch import compile_for, counters, program, unknown, untested, why_not, workspace
+from halfbyte.kernels.cuda.launch import boxes, compile_for, counters, program, unknown, untested, why_not, workspace
 from halfbyte.layouts import Packed
 from halfbyte.ops import pack
 from helpers_run import call_like, random_weight
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
+gluon = pytest.importorskip("triton.experimental.gluon")
+gl = gluon.language
+hopper = pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+mbarrier, tma = hopper.mbarrier, hopper.tma
 
 SIGNATURE = {"x": "*bf16:16", "words": "*i32:16", "out": "*fp32", "m": "i32"}
 CONSTANTS = {"BLOCK": 128, "TEXT": "add.f32 $0, $1, $1;"}
@@ -94,6 +98,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: state.current, raising=False)
     monkeypatch.setattr(launch, "_programs", {})
     monkeypatch.setattr(launch, "_shared", {})
+    monkeypatch.setattr(launch, "_captured", {})
+    monkeypatch.setattr(launch, "capture_of", lambda stream: int(state.capturing))
     return state
 
 
@@ -168,6 +174,67 @@ def test_options_and_types_reach_the_compiler(gpu, kernel):
     narrow = program(kernel, alone, CONSTANTS | {"BLOCK": 1024}, device="cuda:1").compiled.asm["ttgir"]
     assert "tt.divisibility = 16" in wide
     assert "tt.divisibility = 16" not in narrow
+
+
+# Tensors that the copy engine moves in boxes
+
+
+@gluon.jit
+def copy(x, out, m, BLOCK: gl.constexpr):  # noqa: N803 - as kernels name constants
+    held = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, 64], x.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, BLOCK * 128)
+    tma.async_copy_global_to_shared(x, [m, 0], bar, held)
+    mbarrier.wait(bar, 0)
+    tma.async_copy_shared_to_global(out, [m, 0], held)
+    tma.store_wait(0)
+
+
+BOXED = {"x": boxes("bf16", (32, 64), 128), "out": boxes("bf16", (32, 64), 128), "m": "i32"}
+
+
+@pytest.fixture
+def described(gpu):
+    """What the driver is asked to describe; it answers with numbers."""
+    asked = []
+
+    def fill(*args):
+        asked.append([list(a) if isinstance(a, tuple) else a for a in args])
+        return f"map {len(asked)}"
+
+    gpu.driver.utils.fill_tma_descriptor = gpu.driver.utils.fill_tma_descriptor_tiled = fill
+    return asked
+
+
+def test_boxes_are_described_once_and_handed_over_with_extents_and_strides(gpu, described):
+    made = program(copy, BOXED, {"BLOCK": 32}, device="cuda:1")
+    assert made.plainly is None
+    x, out = made.tensor(0, 0x1000, (100, 64)), made.tensor(1, 0x2000, (90, 70), (80, 1))
+    made((1, 1, 1), (x, out, 7))
+    made((1, 1, 1), (x, out, 9))
+    assert [a[:3] + a[4:] for a in described] == [
+        [0x1000, 3, 2, [32, 64], [100, 64], [64, 1], 0],
+        [0x2000, 3, 2, [32, 64], [90, 70], [80, 1], 0],
+    ]
+    expected = ("map 1", 100, 64, 64, 1, "map 2", 90, 70, 80, 1)
+    own = [call[-1] if isinstance(call[-1], tuple) else call[13:-1] for call in gpu.launched]
+    assert own == [(*expected, 7), (*expected, 9)]
+    if isinstance(gpu.launched[0][-1], tuple):
+        assert gpu.launched[0][13] == ["argument"] * 11
+    else:
+        assert gpu.launched[0][-1] is None
+
+
+def test_boxes_by_kernel_grid(gpu, described):
+    made = program(copy, BOXED, {"BLOCK": 32}, device="cuda:1")
+    x = made.tensor(0, 0x1000, (100, 64))
+    made((1, 1, 1), (x, x, 7))
+    made._plain((1, 1, 1), (x, x, 7))
+    owns = [[*call[-1]] if isinstance(call[-1], (tuple, list)) else [*call[13:]] for call in gpu.launched]
+    short, plain = ([v for v in own if isinstance(v, int)][:9] for own in owns)
+    assert described[1:] == [described[0]] * 2
+    assert short == plain == [100, 64, 64, 1, 100, 64, 64, 1, 7]
 
 
 # Launches through kernel[grid]
@@ -315,8 +382,14 @@ def test_memory_of_a_capture_is_the_graphs_own(gpu):
     kept = workspace(device, 100)
     gpu.capturing = True
     assert workspace(device, 40).numel() == 40
-    assert not counters(device, 40).any()
+    zeros = counters(device, 40)
+    assert not zeros.any()
+    assert counters(device, 30) is zeros
+    gpu.capturing = 2
+    assert counters(device, 40) is not zeros
+    assert len(launch._captured) == 1
     gpu.capturing = False
+    assert counters(device, 40) is not zeros
     assert workspace(device, 40) is kept
 
 

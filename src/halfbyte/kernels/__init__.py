@@ -11,7 +11,7 @@ from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
-from halfbyte.kernels.cuda import choices, columns, decode, decode_gluon, gemm, scaled_mm
+from halfbyte.kernels.cuda import choices, columns, decode, decode_gluon, fp8_gluon, gemm, gemm_gluon, scaled_mm
 from halfbyte.kernels.cuda import embedding as cuda_embedding
 from halfbyte.kernels.descriptors import TensorDesc
 from halfbyte.kernels.embedding import EmbeddingArgs, EmbeddingCall
@@ -22,6 +22,7 @@ from halfbyte.kernels.int8 import Int8Args, Int8Call
 
 KERNELS: tuple[Kernel[Any, Any], ...] = (
     decode_gluon.GLUON,
+    gemm_gluon.GLUON,
     decode.TRITON,
     gemm.TRITON,
     columns.TRITON,
@@ -37,6 +38,7 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     cpu_int8.VNNI,
     cpu_int8.PORTABLE,
     int8.NUMPY,
+    fp8_gluon.GLUON,
     scaled_mm.TORCH,
     fp8.TORCH,
     fp8.NUMPY,

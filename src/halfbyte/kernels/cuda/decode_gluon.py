@@ -41,9 +41,10 @@ from typing import Any, Final
 from halfbyte.arrays import dtype_name
 from halfbyte.kernels.base import ALIGNED, Call, Kernel, LinearArgs, linear_cost
 from halfbyte.kernels.cuda import choices
-from halfbyte.kernels.cuda.launch import Program, program, why_not
+from halfbyte.kernels.cuda.fragments import decode_code, scale_code
+from halfbyte.kernels.cuda.launch import Program, Written, program, why_not
 from halfbyte.layouts import Fragments
-from halfbyte.layouts.fragments import FACTOR, SCALE, STEPS
+from halfbyte.layouts.fragments import FACTOR, STEPS
 from halfbyte.numerics import BLOCK, Array
 
 NAME: Final = "gluon-decode"
@@ -104,37 +105,6 @@ CONFIGURATIONS: Final = (
     Decode(warps=8, tiles=2, ahead=3),
 )
 """All that are chosen."""
-
-
-def decode_code(dtype: str) -> str:
-    """Assembly of the decoding, from the layout's ``STEPS``: $4 a word, $5 a pair of scales -> $0 to $3, products.
-
-    The product is a fused one with -0 added, since bf16 has no other before sm_90.
-    """
-    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
-    lines = [".reg .b16 l, h;", ".reg .b32 s0, s1, none, o, t;", "mov.b32 {l, h}, $5;"]
-    lines += ["mov.b32 s0, {l, l};", "mov.b32 s1, {h, h};", "mov.b32 none, 0x80008000;"]
-    for output, steps in enumerate(STEPS[dtype]):
-        for i, (rotate, mask) in enumerate(steps):
-            wrapped = mask & ((1 << rotate) - 1)
-            if not rotate:
-                lines.append("mov.b32 t, $4;")
-            elif not wrapped:
-                lines.append(f"shl.b32 t, $4, {rotate};")
-            elif wrapped == mask:
-                lines.append(f"shr.u32 t, $4, {32 - rotate};")
-            else:
-                lines.append(f"shf.l.wrap.b32 t, $4, $4, {rotate};")
-            lines.append(f"lop3.b32 o, t, {mask:#x}, o, 0xEA;" if i else f"and.b32 o, t, {mask:#x};")
-        lines.append(f"fma.rn.{kind} ${output}, o, s{output & 1}, none;")
-    return "{ " + " ".join(lines) + " }"
-
-
-def scale_code(dtype: str) -> str:
-    """Assembly of the scales, from the layout's ``SCALE``: $1 two bytes -> $0 a pair of 16-bit floats."""
-    shift, base = SCALE[dtype]
-    apart = ".reg .b32 t; cvt.u32.u16 t, $1; prmt.b32 t, t, 0, 0x4140;"
-    return f"{{ {apart} mad.lo.u32 $0, t, {1 << shift}, {base * 0x10001:#x}; }}"
 
 
 def signature(dtype: str, out_dtype: str, bias_dtype: str) -> dict[str, str]:
@@ -226,7 +196,7 @@ def bind(args: LinearArgs, made: Decode | None = None) -> Callable[[Array, Array
         _program(call, "float32" if args.bias is None else dtype_name(args.bias.dtype), made, device, pdl)
         for pdl in (False, True)
     )
-    written = _Written(device)
+    written = Written(device)
     counted = not any(buffers[name].is_inference() for name in ("codes", "scales"))
 
     def run(x: Any, bias: Any, out: Any) -> None:
@@ -257,27 +227,6 @@ def _program(call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool) 
         pdl=pdl,
         maxnreg=made.registers,
     )
-
-
-class _Written:
-    """Whether what was ahead of the first launch on a weight, so all that wrote it, is over."""
-
-    def __init__(self, device: Any) -> None:
-        self.over = False
-        self._device = device
-        self._event: Any = None
-
-    def launched(self) -> None:
-        """After an ordinary launch."""
-        import torch
-
-        with torch.cuda.device(self._device):
-            if torch.cuda.is_current_stream_capturing():
-                return
-            if self._event is None:
-                self._event = torch.cuda.current_stream().record_event()
-            elif self._event.query():
-                self.over = True
 
 
 def launch(args: LinearArgs) -> None:

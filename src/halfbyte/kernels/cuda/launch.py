@@ -8,11 +8,17 @@ why.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import inspect
 import logging
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
+from math import prod
+from types import SimpleNamespace
 from typing import Any, Final
 
 from halfbyte.errors import UnavailableError, UsageError
@@ -67,10 +73,39 @@ def untested() -> str | None:
     return f"Gluon is tested with Triton {oldest} to {newest}, not {triton.__version__}"
 
 
+BITS: Final = {"i32": 32, "fp32": 32, "bf16": 16, "fp16": 16, "i8": 8, "u8": 8, "fp8e4nv": 8}
+"""Of the types of boxes."""
+
+
+def boxes(of: str, box: Sequence[int], swizzle: int) -> str:
+    """The type, in a signature, of a tensor that the copy engine (TMA) moves in boxes: an argument is a ``Tensor``.
+
+    Args:
+        of: the type of an element, as in ``BITS``.
+        box: its extents, powers of two, at most 256 each.
+        swizzle: bytes of the pattern in shared memory; 0, 32, 64 or 128.
+    """
+    layout = f"NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={BITS[of]}, rank={len(box)})"
+    return f"tensordesc<{of}[{','.join(map(str, box))}],{layout}>"
+
+
+class Tensor:
+    """A tensor in global memory for the copy engine, of a program's argument; made by ``Program.tensor``.
+
+    Attributes:
+        values: what the launcher takes for it.
+    """
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self.address, self.shape, self.strides = address, shape, strides
+        self.values: tuple[Any, ...] = ()
+
+
 class Program:
     """A kernel compiled for one set of types, constants and options, on one device; calling it launches it.
 
-    A launch goes to the current stream of the program's device and may be captured in a CUDA graph.
+    A launch goes to the current stream of the program's device and may be captured in a CUDA graph. Arguments that are
+    moved in boxes come first.
 
     Attributes:
         name: of the kernel.
@@ -79,19 +114,20 @@ class Program:
     """
 
     def __init__(
-        self, name: str, compiled: Any, index: int, count: int, plain: Callable[..., None], pdl: bool = False
+        self, name: str, compiled: Any, index: int, types: Sequence[str], plain: Callable[..., None], pdl: bool = False
     ) -> None:
         self.name = name
         self.compiled = compiled
         self._plain = plain
         self._index = index
+        self._boxed = sum(map(_in_boxes, types))
         self.plainly: str | None = "it runs in Triton's interpreter" if compiled is None else unknown()
         if self.plainly:
             return
         import torch
         from triton import knobs
 
-        found = _direct(compiled, count, pdl)
+        found = _direct(compiled, types, pdl)
         if isinstance(found, str):
             self.plainly = found
             return
@@ -107,7 +143,8 @@ class Program:
         Args:
             grid: programs along three axes; none are launched where one is 0.
             args: for each entry of the signature, in its order, a number; for pointers an address
-                (``tensor.data_ptr()``, the cheapest), a tensor, or None.
+                (``tensor.data_ptr()``, the cheapest), a tensor, or None; for what is moved in boxes a ``Tensor`` that
+                ``tensor`` of this program made, or of another whose type of it is the same.
         """
         if self.plainly:
             self._plain(grid, args)
@@ -125,10 +162,36 @@ class Program:
             or runtime.launch_exit_hook is not leave
         ):
             self._plain(grid, args)
-        elif self._after is None:
-            self._launch(*grid, self._stream(index), *self._before, args)
         else:
-            self._launch(*grid, self._stream(index), *self._before, *args, *self._after)
+            if boxed := self._boxed:
+                args = (*chain.from_iterable([a.values for a in args[:boxed]]), *args[boxed:])
+            if self._after is None:
+                self._launch(*grid, self._stream(index), *self._before, args)
+            else:
+                self._launch(*grid, self._stream(index), *self._before, *args, *self._after)
+
+    def tensor(
+        self, place: int, address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """A tensor for the argument at ``place``, which is moved in boxes.
+
+        Args:
+            place: in the signature.
+            address: a multiple of 16.
+            shape: elements along each axis.
+            strides: in elements, the last 1 and the others multiples of 16 bytes; by default there are no gaps.
+        """
+        if strides is None:
+            strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+        made = Tensor(address, shape, strides)
+        if self.plainly is None:
+            from triton.backends.nvidia.driver import make_tensordesc_arg
+
+            base = SimpleNamespace(data_ptr=lambda: address)
+            given = SimpleNamespace(base=base, shape=shape, strides=strides, padding="zero", round_f32_to_tf32=False)
+            rest = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
+            made.values = tuple(make_tensordesc_arg(given, self.compiled.metadata.tensordesc_meta[place], *rest))
+        return made
 
 
 def program(
@@ -193,8 +256,9 @@ def _make(
     import torch
 
     plain = _plainly(kernel, signature, constants, options | ({"launch_pdl": True} if pdl else {}), index)
+    types = tuple(signature.values())
     if index is None:
-        return Program(kernel.__name__, None, 0, len(signature), plain)
+        return Program(kernel.__name__, None, 0, types, plain)
     if torch.cuda.is_current_stream_capturing():
         raise UsageError(
             "a kernel cannot be compiled while a CUDA graph is captured",
@@ -210,7 +274,7 @@ def _make(
             raise UnavailableError(
                 "this GPU cannot load a kernel", got=f"{kernel.__name__}: {str(error).splitlines()[0]}"
             ) from error
-    return Program(kernel.__name__, compiled, index, len(signature), plain, pdl)
+    return Program(kernel.__name__, compiled, index, types, plain, pdl)
 
 
 def compile_for(
@@ -284,23 +348,35 @@ def unknown() -> str | None:
     )
 
 
-def _direct(compiled: Any, count: int, pdl: bool) -> tuple[Any, tuple[Any, ...], tuple[None, ...] | None] | str:
-    """The launcher's C function, what it takes before and after ``count`` arguments, or why it cannot be called.
+def _in_boxes(of: str) -> bool:
+    return of.startswith("tensordesc")
 
-    What comes after is None where the arguments are one tuple.
+
+def _direct(
+    compiled: Any, types: Sequence[str], pdl: bool
+) -> tuple[Any, tuple[Any, ...], tuple[None, ...] | None] | str:
+    """The launcher's C function, what it takes before and after arguments of types, or why it cannot be called.
+
+    What comes after is None where the arguments are one tuple. For a tensor that is moved in boxes it takes the copy
+    engine's description, the extents and the strides.
     """
     launcher, packed = compiled.run, compiled.packed_metadata
+    boxed = [of[: of.index("]")].count(",") + 1 for of in types if _in_boxes(of)]
+    count = len(types) + 2 * sum(boxed)
     try:
+        launch = launcher.launch
+        if boxed:
+            launch = inspect.getclosurevars(launch).nonlocals["launcher"]
         if launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
             return f"{compiled.name} needs scratch memory of Triton's"
         before = (compiled.function, launcher.launch_cooperative_grid, pdl)
         if hasattr(launcher, "arg_annotations"):
             annotations = launcher.arg_annotations[:count]
             hooks = (None, None, None, None, None)
-            return launcher.launch, (*before, packed, *hooks, annotations, launcher.kernel_signature), None
-        constants = (None,) * (len(compiled.src.fn.arg_names) - count)
-        return launcher.launch, (*before, None, None, packed, None, None, None), constants
-    except AttributeError as error:
+            return launch, (*before, packed, *hooks, annotations, launcher.kernel_signature), None
+        constants = (None,) * (len(compiled.src.fn.arg_names) - len(types))
+        return launch, (*before, None, None, packed, None, None, None), constants
+    except (AttributeError, KeyError, TypeError) as error:
         return f"Triton's launcher is not as expected ({error})"
 
 
@@ -332,11 +408,23 @@ def _plainly(
         long = (("bf", "bfloat"), ("fp", "float"), ("u", "uint"), ("i", "int"))
         return next(getattr(tl, name + short[len(letters) :]) for letters, name in long if short.startswith(letters))
 
-    types = [dtype(of) if of.startswith("*") else None for of in signature.values()]
+    def boxed(of: str) -> tuple[Any, list[int], Any]:
+        from triton.experimental.gluon.language import NVMMASharedLayout
+
+        name, box, layout = of.removeprefix("tensordesc<").replace("[", "]").split("]")
+        made = NVMMASharedLayout(*(int(n) for n in re.findall(r"=(\d+)", layout)))
+        return dtype(name), [int(n) for n in box.split(",")], made
+
+    types = [boxed(of) if _in_boxes(of) else dtype(of) if of.startswith("*") else None for of in signature.values()]
 
     def pointer(value: Any, of: Any) -> Any:
         if of is None or value is None:
             return value
+        if isinstance(of, tuple):
+            from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+            kind, box, layout = of
+            return TensorDescriptor(_Address(value.address, kind), list(value.shape), list(value.strides), box, layout)
         return _Address(value, of) if isinstance(value, int) else triton.reinterpret(value, of)
 
     def run(grid: Sequence[int], args: Sequence[Any]) -> None:
@@ -346,6 +434,27 @@ def _plainly(
                 kernel[tuple(grid)](*values, **constants, **options)
 
     return run
+
+
+class Written:
+    """Whether what was ahead of the first launch on a weight, so all that wrote it, is over."""
+
+    def __init__(self, device: Any) -> None:
+        self.over = False
+        self._device = device
+        self._event: Any = None
+
+    def launched(self) -> None:
+        """After an ordinary launch."""
+        import torch
+
+        with torch.cuda.device(self._device):
+            if torch.cuda.is_current_stream_capturing():
+                return
+            if self._event is None:
+                self._event = torch.cuda.current_stream().record_event()
+            elif self._event.query():
+                self.over = True
 
 
 _shared: Final[dict[Any, Any]] = {}
@@ -365,7 +474,7 @@ def workspace(device: Any, nbytes: int) -> Any:
 
 
 def counters(device: Any, nbytes: int) -> Any:
-    """As ``workspace``, but of zeros; every kernel leaves zeros there."""
+    """As ``workspace``, but of zeros; every kernel leaves zeros there. A CUDA graph sets them once for each stream."""
     return _of_stream("counters", device, nbytes, zeros=True)
 
 
@@ -373,11 +482,35 @@ def _of_stream(kind: str, device: Any, nbytes: int, *, zeros: bool) -> Any:
     import torch
 
     make = torch.zeros if zeros else torch.empty
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    held: dict[Any, Any] = _shared
+    key: tuple[Any, ...] = kind, device.index, stream
     if torch._C._cuda_isCurrentStreamCapturing():
-        return make(nbytes, dtype=torch.uint8, device=device)
-    key = kind, device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    held = _shared.get(key)
-    if held is None or held.numel() < nbytes:
-        size = nbytes if held is None else max(nbytes, 2 * held.numel())
-        held = _shared[key] = make(size, dtype=torch.uint8, device=device)
-    return held
+        if not zeros:
+            return make(nbytes, dtype=torch.uint8, device=device)
+        held, key = _captured, (*key, capture_of(stream))
+        for old in [old for old in held if old[-1] != key[-1]]:
+            del held[old]
+    found = held.get(key)
+    if found is None or found.numel() < nbytes:
+        size = nbytes if found is None else max(nbytes, 2 * found.numel())
+        found = held[key] = make(size, dtype=torch.uint8, device=device)
+    return found
+
+
+_captured: Final[dict[Any, Any]] = {}
+"""Counters of the capture that is under way."""
+
+
+def capture_of(stream: int) -> int:
+    """The number of the capture that a stream is in."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    found = _driver().cuStreamGetCaptureInfo(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number))
+    if found:
+        raise UnavailableError("the driver does not tell which CUDA graph is captured", got=f"error {found}")
+    return number.value
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,411 @@
+"""The Gluon GEMM: its schedule, its assembly, its machine code, its launches, and, on a GPU, its results."""
+
+import contextlib
+import importlib.util
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import halfbyte as hb
+from cuda_code import Program, compile_ahead, count
+from gluon_cases import arguments, evaluate, guarded, halves, replace_buffers
+from halfbyte.kernels import LinearArgs
+from halfbyte.kernels.cuda import gemm_gluon
+from halfbyte.kernels.cuda.gemm_gluon import (
+    CONFIGURATIONS,
+    GLUON,
+    SHARED,
+    Gemm,
+    Schedule,
+    constants,
+    options,
+    scales_code,
+    schedule,
+    scratch_of,
+    signature,
+)
+from halfbyte.kernels.cuda.launch import Tensor, options_of
+from halfbyte.layouts import Fragments, Rows
+from halfbyte.weight import Weight, to_numpy
+from helpers_run import HALF_ULP, call_like, exact_linear
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_gpu = [pytest.mark.gpu, needs_triton, pytest.mark.skipif(not hopper, reason="torch sees no Hopper GPU")]
+DTYPES = ("bfloat16", "float16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_assembly_makes_scales_of_every_byte(dtype):
+    stored = Fragments(dtype).to_stored(SimpleNamespace(scales=np.arange(0x7F, dtype=np.uint8)))[0]
+    padded = np.resize(stored, 128)
+    made = evaluate(scales_code(dtype), dtype, **{"$2": padded.view(np.uint32).astype(np.uint64)})
+    found = np.stack([halves(made[name], dtype) for name in ("$0", "$1")], 1).reshape(-1)[: len(stored)]
+    expected = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+    kept = stored > 0 if dtype == "bfloat16" else stored >= 0
+    np.testing.assert_array_equal(found[kept], (expected * 2.0 ** {"bfloat16": 119, "float16": 7}[dtype])[kept])
+
+
+# The schedule
+
+
+@needs_triton
+@pytest.mark.parametrize("split_all", [False, True])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
+def test_every_step_of_every_tile_is_computed_once_and_split_tiles_come_last(parts, split_all, monkeypatch):
+    from halfbyte.kernels.cuda import gemm_gluon_code as code
+
+    monkeypatch.setattr(code, "gl", SimpleNamespace(maximum=max, minimum=min))
+    for n, k, rows, processors in itertools.product((16, 1000, 5000), (16, 256, 700, 4096), (17, 600, 3000), (3, 132)):
+        made = Gemm(tokens=128, units=1, parts=parts, all=split_all, group=3)
+        held = schedule(n, k, rows, made, processors)
+        work = (held.items, held.whole, held.share, held.parts, held.along_n, held.along_m, held.steps)
+        tiles, steps = held.along_n * held.along_m, -(-k // 64)
+        seen = [code.item_of.fn(t, work) for t in range(held.items)]
+        assert held.grid == min(processors, held.items)
+        assert all(part == -1 for _, part, _, _ in seen[: held.whole])
+        assert all(part >= 0 for _, part, _, _ in seen[held.whole :])
+        done = [(tile, first + i) for tile, _, first, length in seen for i in range(length)]
+        assert sorted(done) == [(tile, step) for tile in range(tiles) for step in range(steps)]
+        assert all(length > 0 for *_, length in seen)
+        places = {code.place_of.fn(tile, work, made.group) for tile in range(tiles)}
+        assert places == set(itertools.product(range(-(-rows // 128)), range(-(-n // 128))))
+        if parts > 1 and steps > 1:
+            assert held.split == (tiles if split_all else tiles % processors)
+
+
+def test_a_schedule():
+    """448 tiles are 3 waves and 52, each of those in two parts of 32 steps."""
+    made = Gemm(tokens=256, units=1, parts=2)
+    held = schedule(14336, 4096, 1024, made, 132)
+    assert held == Schedule(items=500, whole=396, share=32, parts=2, along_n=112, along_m=4, steps=64, grid=132)
+    assert scratch_of(made, held) == (52 * 2 * 128 * 256 * 4, 52 * 2 * 4)
+    assert schedule(14336, 4096, 1024, replace(made, parts=1), 132).items == 448
+    assert schedule(16, 64, 1, replace(made, parts=2, all=True), 132).parts == 1  # there is one step
+
+
+@pytest.mark.parametrize("made", CONFIGURATIONS, ids=str)
+def test_what_a_configuration_takes_is_there(made):
+    for size in (2, 4):
+        stages = made.stages(size)
+        assert stages >= 3
+        results = made.features * made.height(size) * size
+        assert made.programs * (1024 + stages * made.stage + results) <= SHARED
+    first, then = made.registers
+    threads = 128 * (made.consumers + 1)
+    assert made.programs * first * threads <= 65536
+    assert then * 128 * made.consumers + 32 * 128 <= first * threads
+    assert first % 8 == then % 8 == 0
+
+
+# What it takes
+
+
+def accepted(**changes):
+    fields = {"layout": Fragments(), "device": "cuda", "capability": 90, "rows": 64, "shape": (4096, 4096)} | changes
+    return call_like(**fields)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "cpu", "capability": 0}, "runs on NVIDIA GPUs, not on cpu"),
+        ({"capability": 80}, "is for sm_90, not sm_80"),
+        ({"capability": 100}, "is for sm_90, not sm_100"),
+        ({"layout": Rows()}, "reads the layout fragments(dtype=bfloat16), not rows"),
+        ({"dtype": "float16"}, "reads the layout fragments(dtype=float16), not fragments(dtype=bfloat16)"),
+        ({"dtype": "float32"}, "takes bfloat16 or float16 activations, not float32"),
+        ({"shape": (3, 32, 64)}, "takes one matrix (N, K), not expert axes (3,)"),
+        ({"shape": (32, 70)}, "takes a K that is a multiple of 16, not 70"),
+        ({"pre_scale": True}, "multiplies activations as they come, without a pre_scale"),
+        ({"aligned": False}, "takes codes and scales that begin at multiples of 16 bytes; clone the buffers"),
+    ],
+)
+def test_refusals(changes, reason):
+    assert GLUON.refuse(accepted()) == ()
+    assert GLUON.refuse(accepted(**changes)).count(reason) == 1
+
+
+@needs_triton
+def test_an_untested_triton_is_refused_by_name(monkeypatch):
+    import triton
+
+    from halfbyte.kernels.cuda import launch
+
+    launch.untested.cache_clear()
+    monkeypatch.setattr(triton, "__version__", "3.9.1")
+    try:
+        assert GLUON.refuse(accepted()) == ("Gluon is tested with Triton 3.6 to 3.8, not 3.9.1",)
+    finally:
+        launch.untested.cache_clear()
+
+
+# Launches
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What ``bind`` launches and describes, with stand-ins for the driver, torch's stream and event."""
+    state = SimpleNamespace(kinds=[], values=[], described=[], finished=False)
+
+    def program(call, bias, made, device, pdl, whole, split):
+        def run(grid, values):
+            state.kinds.append(("early" if pdl else "ordinary", "boxes" if whole else "elements"))
+            state.values.append((grid, values))
+
+        def tensor(place, address, shape, strides=None):
+            state.described.append((place, address, shape))
+            return Tensor(address, shape, strides)
+
+        run.tensor = tensor
+        return run
+
+    event = SimpleNamespace(query=lambda: state.finished)
+    monkeypatch.setattr(gemm_gluon, "_program", program)
+    monkeypatch.setattr(gemm_gluon, "multiprocessors", lambda index: 132)
+    memory = {"workspace": torch.empty(1 << 20, dtype=torch.uint8), "counters": torch.zeros(4096, dtype=torch.uint8)}
+    for name, held in memory.items():
+        monkeypatch.setattr(gemm_gluon, name, lambda device, nbytes, held=held: held[:nbytes])
+    state.memory = [a.data_ptr() for a in memory.values()]
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
+    return state
+
+
+def test_what_a_launch_is_given(launches):
+    _, args = arguments(n=40, k=80, rows=19)
+    run = gemm_gluon.bind(args, Gemm(tokens=32, parts=2, all=True, units=1))
+    for _ in range(3):
+        run(args.x, None, args.out)
+    launches.finished = True
+    run(args.x, None, args.out)
+    run(args.x, None, args.out)
+    assert launches.kinds == [("ordinary", "boxes")] * 4 + [("early", "boxes")]
+    codes, scales, scale2 = (args.weight.buffers()[name].data_ptr() for name in ("codes", "scales", "scale2"))
+    x, out = args.x.data_ptr(), args.out.data_ptr()
+    # weights once, activations and results once for each address
+    assert launches.described == [(0, codes, (3, 16, 16)), (1, scales, (3, 32)), (2, x, (19, 80)), (3, out, (19, 40))]
+    grid, values = launches.values[0]
+    assert grid == (2, 1, 1)
+    assert [v.address for v in values[:4]] == [codes, scales, x, out]
+    assert values[4:] == (scale2, None, *launches.memory, 19, 40, 2, 0, 1, 2, 1, 1, 2)
+
+
+def test_results_at_odd_addresses_are_stored_by_element(launches):
+    for n, at in ((40, 0), (40, 2), (41, 0)):
+        _, args = arguments(n=n, k=80, rows=19)
+        out = torch.empty(19 * n + 8, dtype=torch.bfloat16)
+        out = out[(-out.data_ptr() // 2) % 8 + at :][: 19 * n].view(19, n)
+        gemm_gluon.bind(args, Gemm())(args.x, None, out)
+    assert [kind for _, kind in launches.kinds] == ["boxes", "elements", "elements"]
+    assert [v[1][3] for v in launches.values[1:]][-1] == out.data_ptr()
+    assert [v[1][6:8] for v in launches.values] == [(None, None)] * 3  # nothing is split
+
+
+def test_activations_at_odd_addresses_are_copied(launches):
+    _, args = arguments(rows=1)
+    odd = torch.empty(81, dtype=torch.bfloat16)[1:].reshape(1, 80)
+    assert odd.data_ptr() % 16
+    gemm_gluon.bind(args, Gemm())(odd, None, args.out)
+    assert launches.values[0][1][2].address % 16 == 0
+
+
+# Machine code
+
+
+def code_of(made, shape=(14336, 4096), rows=1024, dtype="bfloat16", out_dtype="bfloat16", **flags):
+    from halfbyte.kernels.cuda.gemm_gluon_code import gemm
+
+    call = accepted(shape=shape, rows=rows, dtype=dtype, out_dtype=out_dtype, layout=Fragments(dtype), **flags)
+    whole = shape[0] % 8 == 0
+    types = {name: of.removesuffix(":16") for name, of in signature(call, made, "*fp32", whole).items()}
+    held = constants(call, made, whole, schedule(*shape, rows, made, 132).split > 0)
+    return Program(gemm, types, held, options_of(**options(made))).compile(90)
+
+
+CODES = [
+    (Gemm(2, 4, 256, 1, 1, 2), {}),
+    (Gemm(2, 4, 64, 4), {"rows": 64, "dtype": "float16", "out_dtype": "float32", "per_row": True}),
+    (Gemm(2, 4, 32, 2, 2, 2, True, ahead=False), {"rows": 32, "shape": (4099, 4096), "bias": True}),
+    (Gemm(2, 8, 128, 1, 1, 2), {"rows": 300}),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(("made", "flags"), CODES, ids=str)
+def test_machine_code(made, flags):
+    code = code_of(made, **flags)
+    print(code)
+    assert (code.stack, code.spills, code.warnings) == (0, 0, [])
+    assert len(code.loops) == made.consumers
+    assert [loop.shuffles for loop in code.loops] == [0] * made.consumers
+    assert max(loop.per_matrix for loop in code.loops) <= 31
+    assert all(count(loop.opcodes, r"(LDG|STG|STS)\b") == 0 for loop in code.loops)
+    assert all(count(loop.opcodes, r"LDSM") for loop in code.loops)
+    assert code.shared <= SHARED // made.programs - 1024
+
+
+# On a GPU
+
+OTHERS = [
+    Gemm(3, 4, 128, 1, 1, 2, True),
+    Gemm(4, 4, 32, 1, 1, 3, True),
+    Gemm(1, 4, 64, 2, 2, 2, True, group=1),
+    Gemm(2, 8, 128, 1, 1, 3, True, ahead=False),
+    Gemm(2, 4, 256, 1, 1, 4, True, group=2),
+]
+EVERY = [*CONFIGURATIONS, *OTHERS]
+
+# N, K, rows, configuration, dtypes of activations, results and bias, scale2 per row
+RESULTS = [
+    ((16, 1), 64, (17, 1), None, "bfloat16", "bfloat16", None, False),
+    ((16, 257), 16, (40, 300), None, "float16", "float16", "float16", True),
+    ((4096, 40), 512, (64, 129), None, "bfloat16", "float32", "float32", False),
+    ((33, 257), 14336, (33, 256), None, "float16", "float32", None, True),
+    ((136, 1001), 1088, (100, 513), OTHERS[0], "float16", "bfloat16", "float32", True),
+    ((1000, 17), 1104, (31, 65), OTHERS[1], "bfloat16", "float16", None, True),
+    ((1000, 65), 4144, (64, 130), OTHERS[2], "float16", "float16", "bfloat16", False),
+    ((520, 64), 4144, (257, 19), OTHERS[3], "bfloat16", "float32", None, True),
+    ((257, 1024), 1088, (600, 255), OTHERS[4], "float16", "bfloat16", None, False),
+]
+
+
+def programs():
+    """Of all that follows: a call, its bias and a configuration for each."""
+    for sizes, k, all_rows, made, dtype, out_dtype, bias, per_row in RESULTS:
+        of = {"dtype": dtype, "layout": Fragments(dtype), "out_dtype": out_dtype, "per_row": per_row}
+        for n, rows in itertools.product(sizes, all_rows):
+            yield accepted(shape=(n, k), rows=rows, bias=bias is not None, **of), bias or "float32", made
+    for made in EVERY:
+        yield accepted(shape=RAGGED, rows=300, out_dtype="float32"), "float32", made
+
+
+RAGGED = (1000, 1024 + 48)
+
+
+@pytest.fixture(scope="class")
+def compiled():
+    """All programs, compiled by all cores at once."""
+    found = []
+    for call, bias, made in programs():
+        chosen = made or gemm_gluon.configure(call)
+        split = gemm_gluon._schedule(call, chosen, 0).split > 0
+        whole = call.shape[0] * (4 if call.out_dtype == "float32" else 2) % 16 == 0
+        for fits in {whole, False}:
+            types = signature(call, chosen, f"*{gemm_gluon.TYPES[bias]}", fits)
+            found.append((types, constants(call, chosen, fits, split), options_of(**options(chosen))))
+    compile_ahead("halfbyte.kernels.cuda.gemm_gluon_code", "gemm", found, 90)
+
+
+def result(args, made=None):
+    gemm_gluon.bind(args, made)(args.x, args.bias, args.out)
+    return args.out
+
+
+@pytest.mark.usefixtures("compiled")
+class TestOnGpu:
+    pytestmark = on_gpu
+
+    @pytest.mark.parametrize("case", RESULTS, ids=str)
+    def test_results(self, case):
+        sizes, k, all_rows, made, dtype, out_dtype, bias, per_row = case
+        for n, rows in itertools.product(sizes, all_rows):
+            of = {"scales": (40, 60), "per_row": per_row}
+            weight, args = arguments(n, k, rows, dtype, out_dtype, bias, "cuda", **of)
+            poisoned, out = guarded(args.out, float("nan"))
+            args = replace(args, x=guarded(args.x, float("nan"))[1], out=out, weight=replace_buffers(args.weight))
+            got = to_numpy(result(args, made)).astype(np.float64)
+            bias_values = None if bias is None else to_numpy(args.bias).astype(np.float64)
+            expected, magnitude = exact_linear(to_numpy(args.x).astype(np.float64), weight, bias_values)
+            parts = (made or gemm_gluon.configure(args.call())).parts
+            bound = ((k + 24 + parts) * 2.0**-23 + 2.0**-24) * magnitude + HALF_ULP[out_dtype] * abs(expected)
+            tiny = 2.0**-25 if out_dtype == "float16" else 0.0
+            assert (abs(got - expected) <= 1.01 * bound + tiny).all(), (n, rows)
+            assert torch.isnan(poisoned).sum() == poisoned.numel() - out.numel()
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_one_token_at_a_time_is_the_decoded_weight(self, dtype):
+        rng = np.random.default_rng(7)
+        scales = rng.permuted(np.resize(np.arange(0x7F, dtype=np.uint8), 48 * 40)).reshape(48, 40)
+        weight = Weight(codes=rng.integers(0, 256, (48, 320), np.uint8), scales=scales, scale2=np.float32(0.37))
+        packed = hb.pack(weight, Fragments(dtype)).to("cuda")
+        x = torch.eye(640, dtype=getattr(torch, dtype), device="cuda")
+        out = torch.empty(640, 48, device="cuda")
+        got = result(LinearArgs(x=x, weight=packed, bias=None, out=out))
+        np.testing.assert_array_equal(to_numpy(got).T, weight.dequantize("float32"))
+
+    def test_every_configuration_is_right_and_repeats_itself(self):
+        weight, args = arguments(*RAGGED, 300, "bfloat16", "float32", None, "cuda", scales=(40, 60))
+        args = replace(args, x=guarded(args.x, float("nan"))[1], weight=replace_buffers(args.weight))
+        expected, magnitude = exact_linear(to_numpy(args.x).astype(np.float64), weight)
+        bound = 1.01 * ((RAGGED[1] + 32) * 2.0**-23 + 2.0**-24) * magnitude
+        for made in EVERY:
+            poisoned, out = guarded(torch.empty(300, RAGGED[0], device="cuda"), float("nan"))
+            args = replace(args, out=out)
+            got = result(args, made).clone()
+            assert (abs(to_numpy(got) - expected) <= bound).all(), made
+            for _ in range(3):
+                poisoned.fill_(float("nan"))
+                assert torch.equal(result(args, made), got), made
+            assert torch.isnan(poisoned).sum() == poisoned.numel() - out.numel()
+
+    def test_a_row_does_not_depend_on_the_others(self):
+        _, args = arguments(*RAGGED, 300, out_dtype="float32", device="cuda")
+        for made in (OTHERS[0], OTHERS[4], CONFIGURATIONS[0]):
+            whole = result(args, made).clone()
+            x = args.x.clone()
+            x.view(torch.int16)[57, 17] += 1  # the neighbouring bfloat16
+            x[101, 5] = float("nan")
+            other = result(replace(args, x=x, out=torch.empty_like(whole)), made)
+            assert (other != whole).any(1).nonzero().flatten().tolist() == [57, 101]
+            assert other[101].isnan().all()
+
+    def test_repeats_in_graphs_and_chains_are_identical(self):
+        """Each launch reads what the one ahead of it wrote, and starts before that has ended; all of it is split."""
+        _, args = arguments(512, 512, 40, device="cuda", scales=(20, 30))
+        run = gemm_gluon.bind(args, Gemm(tokens=32, parts=4, all=True, units=1))
+        buffers = [torch.empty_like(args.x) for _ in range(9)]
+
+        def chain():
+            for a, b in itertools.pairwise(buffers):
+                run(a, None, b)
+
+        buffers[0].copy_(args.x)
+        chain()
+        torch.cuda.synchronize()
+        first = [b.clone() for b in buffers]
+        assert all(torch.isfinite(b).all() for b in first)
+        for _ in range(20):
+            for b in buffers[1:]:
+                b.fill_(float("nan"))
+            chain()
+            assert all(map(torch.equal, buffers, first))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain()
+        for _ in range(20):
+            for b in buffers[1:]:
+                b.fill_(float("nan"))
+            graph.replay()
+            assert all(map(torch.equal, buffers, first))
+
+    def test_a_weight_written_right_before_the_call_is_read_whole(self):
+        _, args = arguments(4096, 4096, 64, device="cuda")
+        written = args.weight.buffers()
+        big = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+        for _ in range(10):
+            written["codes"].random_(0, 256)
+            expected = result(args).clone()
+            fresh = {name: torch.empty_like(b) for name, b in written.items()}
+            torch.cuda.synchronize()
+            big.fill_(1)  # so that what follows is still to come when the launch is made
+            for name, b in written.items():
+                fresh[name].copy_(b)
+            weight = type(args.weight).from_buffers(args.weight.layout, args.weight.shape, fresh)
+            assert torch.equal(result(replace(args, weight=weight)), expected)
