@@ -56,11 +56,18 @@ def linear_fp8(x: Array, w: Packed | Weight | Fp8Weight, bias: Array | None, out
         known = None
     if known is not None:
         y = known(x, bias)
-        if y is not None:
+        if y is not None or known is _exact:
             return y
     check_arrays(x, held, bias)
     to = dtype_name(x.dtype) if out_dtype is None else checked_dtype(out_dtype, "out_dtype")
-    return compute(x, held, bias, to, key if held is w else None)
+    y = compute(x, held, bias, to, key if held is w else None)
+    if y is None and held is w:
+        keep(held.memo, key, _exact)
+    return y
+
+
+def _exact(x: Array, bias: Array | None) -> None:
+    """What a call comes down to that no kernel for FP8 takes."""
 
 
 def compute(x: Array, held: Packed | Fp8Weight, bias: Array | None, to: str, key: Any = None) -> Array | None:
