@@ -158,7 +158,8 @@ def emulated(monkeypatch):
     """torch's product as float64, the quantizer as NumPy has it; what was asked of torch is kept."""
     asked = []
 
-    def product(a, b, scale_a, scale_b, bias=None, *, out_dtype, use_fast_accum, out=None):
+    def product(a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum, *, out=None):
+        assert scale_result is None
         assert (a.dtype, b.dtype, scale_a.dtype) == (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float32)
         assert a.shape[1] % 16 == b.shape[0] % 16 == b.shape[1] % 16 == 0
         assert (scale_a.shape, scale_b.shape) == ((a.shape[0], 1), (1, b.shape[1]))
