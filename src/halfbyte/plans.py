@@ -367,16 +367,15 @@ def _ranges(call: Call, runs_of: Callable[[Call], str]) -> Iterator[tuple[int, i
     points |= {end + step for end in ends(call) for step in (0, 1)}
     first, before, runs = 1, 1, runs_of(replace(call, rows=1))
     for point in sorted(points):
-        if runs_of(replace(call, rows=point)) == runs:
-            before = point
-            continue
-        low, high = before, point
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if runs_of(replace(call, rows=middle)) == runs else (low, middle)
-        if runs:
-            yield first, low, runs
-        first, before, runs = high, point, runs_of(replace(call, rows=high))
+        while runs_of(replace(call, rows=point)) != runs:
+            low, high = before, point
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if runs_of(replace(call, rows=middle)) == runs else (low, middle)
+            if runs:
+                yield first, low, runs
+            first, before, runs = high, high, runs_of(replace(call, rows=high))
+        before = point
     if runs:
         yield first, None, runs
 

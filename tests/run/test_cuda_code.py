@@ -136,7 +136,7 @@ def quantizes(capability):
     programs = {}
     for k in (4096, 32768, 57344, 100):
         for dtype in ("bfloat16", "float16", "float32"):
-            for ordered in (True, False)[k % 16 > 0 :]:
+            for ordered in (True, False):
                 types, constants, warps = specified(dtype, k, capability=capability, ordered=ordered, early=True)
                 arguments = {name: kind.removesuffix(":16") for name, kind in types.items()}
                 aligned = tuple(name for name in ("k", "pitch") if types[name].endswith(":16"))

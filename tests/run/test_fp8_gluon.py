@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import gpu_fp8
 import halfbyte as hb
 from cuda_code import Program, compile_all, count
 from gluon_cases import arguments, guarded, replace_buffers
@@ -23,8 +24,9 @@ from halfbyte.kernels.cuda.fp8_gluon import (
     GLUON,
     Fp8,
     constants,
-    round_code,
+    look_up_code,
     signature,
+    table_code,
 )
 from halfbyte.kernels.cuda.gemm_gluon import SHARED
 from halfbyte.kernels.cuda.launch import Tensor, options_of
@@ -39,30 +41,20 @@ hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 on_gpu = [pytest.mark.gpu, needs_triton, pytest.mark.skipif(not hopper, reason="torch sees no Hopper GPU")]
 DTYPES = ("bfloat16", "float16")
 U32 = np.uint32
-ORDER = (0, 8, 1, 9)
 
 
-def halves(words, dtype):
-    """u32 -> (..., 2) f32, the low half first."""
-    parts = np.stack([words & 0xFFFF, words >> 16], -1).astype(np.uint16)
-    return parts.view(getattr(ml_dtypes, dtype, np.float16)).astype(np.float32)
+def halves(words):
+    """u32 -> (..., 2) f32 of float16, the low half first."""
+    return np.stack([words & 0xFFFF, words >> 16], -1).astype(np.uint16).view(np.float16).astype(np.float32)
 
 
-def word(values, dtype):
-    """(..., 2) f32 -> u32 of two 16-bit floats, rounded to nearest even."""
-    parts = values.astype(getattr(ml_dtypes, dtype, np.float16)).view(np.uint16).astype(U32)
-    return parts[..., 0] | parts[..., 1] << 16
+def joined(parts):
+    """(..., 2) of 16 bits -> u32."""
+    return parts[..., 0].astype(U32) | parts[..., 1].astype(U32) << 16
 
 
-def e4m3(high, low):
-    """Two f32 -> u16 of two bytes, to nearest even."""
-    a, b = (encode_e4m3(np.asarray(v, np.float32)).astype(U32) for v in (high, low))
-    return a << 8 | b
-
-
-def evaluate(code, dtype, **values):
+def evaluate(code, **values):
     """The registers after a block of assembly, as u32 arrays."""
-    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
     held = {name: np.asarray(value, U32) for name, value in values.items()}
 
     def value(text):
@@ -82,7 +74,7 @@ def evaluate(code, dtype, **values):
             continue
         to, *given = rest.split(", ")
         a, *more = map(value, given)
-        if opcode == "mov.b32":
+        if opcode in ("mov.b32", "cvt.u32.u16"):
             result = a
         elif opcode == "shl.b32":
             result = a << more[0]
@@ -93,45 +85,57 @@ def evaluate(code, dtype, **values):
             result = a << more[1] | a >> 32 - more[1]
         elif opcode == "and.b32":
             result = a & more[0]
+        elif opcode == "lop3.b32" and more[2] == 0xE4:
+            result = a & more[1] | more[0] & ~more[1]
         elif opcode == "lop3.b32":
-            assert more[2] == 0xEA
-            result = a & more[0] | more[1]
+            assert more[2] == 0xF8
+            result = a | more[0] & more[1]
         elif opcode == "prmt.b32":
-            picks = [int(more[1]) >> 4 * i & 15 for i in range(4)]
-            assert more[0] == 0
-            assert max(picks) < 8
-            result = sum((a >> 8 * pick & 0xFF) << 8 * i for i, pick in enumerate(picks) if pick < 4)
-        elif opcode == "mad.lo.u32":
-            result = a * more[0] + more[1]
-        elif opcode == f"mul.{kind}":
-            result = word(halves(a, dtype) * halves(more[0], dtype), dtype)
-        elif opcode == f"fma.rn.{kind}":  # of zeros of both signs the sum is +0, as here
-            result = word(halves(a, dtype) * halves(more[0], dtype) + halves(more[1], dtype), dtype)
-        elif opcode == "cvt.rn.satfinite.e4m3x2.f32":
-            result = e4m3(a.view(np.float32), more[0].view(np.float32))
+            b, select = np.broadcast_arrays(*more)
+            assert not (select & 0x8888).any()
+            eight = np.stack([v >> 8 * i & 0xFF for v in np.broadcast_arrays(a, b) for i in range(4)])
+            picked = [np.take_along_axis(eight, (select >> 4 * i & 7)[None].astype(np.int64), 0)[0] for i in range(4)]
+            result = sum(byte << 8 * i for i, byte in enumerate(picked))
+        elif opcode == "mul.f16x2":
+            result = joined((halves(a) * halves(more[0])).astype(np.float16).view(np.uint16))
         else:
             assert opcode == "cvt.rn.satfinite.e4m3x2.f16x2", opcode
-            both = halves(a, "float16")
-            result = e4m3(both[..., 1], both[..., 0])
+            low, high = np.moveaxis(encode_e4m3(halves(a)), -1, 0)
+            result = low.astype(U32) | high.astype(U32) << 8
         held[to] = np.asarray(result, U32)
     return held
 
 
+def test_the_tables_of_every_scale_are_what_codes_become():
+    stored = Fragments().to_stored(SimpleNamespace(scales=np.arange(0x7F, dtype=np.uint8)))[0].astype(U32)
+    for other in (0, 0xF7):
+        made = evaluate(table_code(), **{"$4": stored | other << 8})
+        found = np.stack([made["$0"], made["$1"]], -1).view(np.uint8)
+        values = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)[:, None]
+        expected = encode_e4m3(values * np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32) / np.float32(6))
+        np.testing.assert_array_equal(found, expected)
+        swapped = evaluate(table_code(), **{"$4": stored << 8 | other})
+        assert all((swapped[f"${i + 2}"] == made[f"${i}"]).all() for i in (0, 1))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_assembly_rounds_every_code_with_every_scale_as_the_twin_does(dtype):
+def test_every_code_with_every_scale_becomes_the_byte_of_the_twin(dtype):
     rng = np.random.default_rng(5)
     scales = np.concatenate([rng.permutation(0x7F).astype(np.uint8) for _ in range(64)]).reshape(16, 508)
-    codes = np.stack([rng.permuted(np.tile(np.arange(16, dtype=np.uint8), (16 * 508, 1)), axis=1)]).reshape(16, -1)
+    codes = rng.permuted(np.tile(np.arange(16, dtype=np.uint8), (16 * 508, 1)), axis=1).reshape(16, -1)
     weight = Weight(codes=codes[:, ::2] | codes[:, 1::2] << 4, scales=scales, scale2=1.0)
     packed = Fragments(dtype).pack(weight).buffers()
-    words = packed["codes"].view(U32).reshape(127, 8, 2, 2, 4)  # u g v e c
-    four = packed["scales"].view(U32).reshape(127, 8, 2, 1)
-    given = {"$4": np.broadcast_to(four, (127, 8, 2, 4)), "$8": words[..., 0, :], "$12": words[..., 1, :]}
-    outputs = evaluate(round_code(dtype), dtype, **given, **{"$16": 65536})
-    found = np.stack([outputs[f"${i}"] for i in range(4)], -1)[..., None].view(np.uint8)  # u g v c (e rh) j
-    found = found.reshape(127, 8, 2, 4, 2, 2, 4).transpose(5, 1, 0, 2, 4, 3, 6).reshape(16, -1, 16)
-    place = np.array([2 * c + k for c in range(4) for k in ORDER])
-    twin = to_fp8(weight).data.reshape(16, -1, 16)[..., place]
+    words = packed["codes"].view(U32).reshape(127, 8, 4, 4)  # u g kt c
+    pairs = packed["scales"].view(np.uint16).reshape(127, 8, 4).astype(U32)
+    tables = evaluate(table_code(), **{"$4": pairs})
+    given = {f"${4 + 4 * i}": tables[f"${i}"] for i in range(4)}
+    found = []
+    for s in (0, 1):
+        made = evaluate(look_up_code(dtype), **given, **{"$20": words[..., 2 * s], "$24": words[..., 2 * s + 1]})
+        found += [np.stack([made[f"${2 * e + rh}"] for rh in (0, 1)], -1) for e in (0, 1)]
+    found = np.stack(found, 1)[..., None].view(np.uint8)  # u (s e) g kt rh j
+    found = found.transpose(4, 2, 0, 1, 3, 5).reshape(16, -1)
+    twin = gpu_fp8.in_order(to_fp8(weight).data)
     np.testing.assert_array_equal(np.where(found & 0x7F == 0, 0, found), np.where(twin & 0x7F == 0, 0, twin))
 
 

@@ -23,9 +23,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from halfbyte.kernels.base import ALIGNED, Kernel
 from halfbyte.kernels.cuda import choices, fragments
-from halfbyte.kernels.cuda.fp8_quantize import nbytes, quantizer, scales_at
+from halfbyte.kernels.cuda.fp8_quantize import nbytes, pitch, quantizer, scales_at
 from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT
 from halfbyte.kernels.cuda.gemm_gluon import (
     BESIDE,
@@ -41,8 +43,8 @@ from halfbyte.kernels.cuda.launch import Program, Tensor, boxes, counters, progr
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call, cost
 from halfbyte.kernels.fp8 import refuse as refuse_any
 from halfbyte.layouts import Fragments, Packed
-from halfbyte.layouts.fragments import SCALE, STEPS, Step
-from halfbyte.numerics import BLOCK, Array
+from halfbyte.layouts.fragments import PLACES, STEPS, Step
+from halfbyte.numerics import Array
 
 NAME: Final = "gluon-fp8"
 ERROR: Final = 5e-3
@@ -123,10 +125,9 @@ def constants(call: Fp8Call, made: Fp8, whole: bool, split: bool) -> dict[str, A
         "TMA": whole,
         "PER_ROW": call.per_row,
         "BIAS": call.bias,
-        "ROUND": round_code(call.layout.dtype),
+        "TABLE": table_code(),
+        "LOOK_UP": look_up_code(call.layout.dtype),
         "FACTOR": FACTOR,
-        "FIRST": round_code(call.layout.dtype, 1, True),
-        "PRE": 2,
     }
 
 
@@ -134,63 +135,90 @@ def _size(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
+def table_code() -> str:
+    """Assembly of the tables of a lane's two scales: $4 two bytes -> $0 and $1, $2 and $3, the E4M3 bytes of codes 0 to 7.
+
+    A sixth of a scale in float16 is near enough: its products with codes round to E4M3 as the exact ones do.
+    """
+    lines = [".reg .b32 s, t, p;", ".reg .b16 l, h;", "cvt.u32.u16 s, $4;", "prmt.b32 s, s, 0, 0x4140;"]
+    lines += [
+        "shl.b32 s, s, 7;",
+        f"mov.b32 t, {_pair(1 / 768, 1 / 768):#x};",
+        "mul.f16x2 s, s, t;",
+        "mov.b32 {l, h}, s;",
+    ]
+    lines += [".reg .b32 s0, s1;", "mov.b32 s0, {l, l};", "mov.b32 s1, {h, h};"]
+    for i, codes in enumerate(((0, 0.5, 1, 1.5), (2, 3, 4, 6)) * 2):
+        for pair, to in ((codes[:2], "l"), (codes[2:], "h")):
+            lines += [f"mov.b32 t, {_pair(*pair):#x};", f"mul.f16x2 p, s{i // 2}, t;"]
+            lines.append(f"cvt.rn.satfinite.e4m3x2.f16x2 {to}, p;")
+        lines.append(f"mov.b32 ${i}, {{l, h}};")
+    return "{ " + " ".join(lines) + " }"
+
+
+def _pair(low: float, high: float) -> int:
+    return int(np.array([low, high], np.float16).view(np.uint32)[0])
+
+
+def look_up_code(dtype: str) -> str:
+    """Assembly that looks codes up, from the layout's places of their bits.
+
+    $4, $8 and $12, $16 the tables of rh 0 and 1, $20 and $24 words -> $0 to $3, four bytes each, of (word, rh); codes
+    (h, p) of a word are in the order (0, 0), (1, 0), (0, 1), (1, 1).
+    """
+    lines = [".reg .b32 r, r1, x, y, " + ", ".join(f"t{i}" for i in range(32)) + ";"]
+    for word in (0, 1):
+        source = f"${20 + 4 * word}"
+        turned: dict[int, str] = {0: source}
+
+        def turn(rotate: int, mask: int) -> str:
+            if rotate not in turned:  # noqa: B023
+                turned[rotate] = f"t{rotate}"  # noqa: B023
+                lines.append(shifted(f"t{rotate}", source, (rotate, mask)))  # noqa: B023
+            return turned[rotate]  # noqa: B023
+
+        for rh, to in enumerate("xy"):
+            (first, mask), *others = _moves(dtype, rh, sign=False)
+            held = turn(first, mask)
+            for rotate, mask in others:
+                lines.append(f"lop3.b32 {to}, {turn(rotate, mask)}, {held}, {mask:#x}, 0xE4;")
+                held = to
+            if rh == 0:
+                low = held
+        lines += [f"prmt.b32 r, {low}, {held}, 0x6420;", "and.b32 r, r, 0x77777777;", "shr.u32 r1, r, 16;"]
+        lines += ["prmt.b32 x, $4, $8, r;", "prmt.b32 y, $12, $16, r1;"]
+        for rh, held in enumerate("xy"):
+            *others, last = _moves(dtype, rh, sign=True)
+            for rotate, mask in others:
+                lines.append(f"lop3.b32 {held}, {held}, {turn(rotate, mask)}, {mask:#x}, 0xF8;")
+            lines.append(f"lop3.b32 ${2 * word + rh}, {held}, {turn(*last)}, {last[1]:#x}, 0xF8;")
+    return "{ " + " ".join(lines) + " }"
+
+
+def _moves(dtype: str, rh: int, *, sign: bool) -> list[Step]:
+    """How bits of a word's codes of rh come to where they select, in the nibbles of bytes 0 and 2, or are signs."""
+    found: dict[int, int] = {}
+    for h in (0, 1):
+        for rotate, mask in STEPS[dtype][2 * h + rh]:
+            for p in (0, 1):
+                for i, place in enumerate(PLACES[dtype]):
+                    at = place + 16 * p
+                    if mask >> at & 1 and sign == (i == 3):
+                        to = 16 * p + 8 * h + 7 if sign else 16 * p + 4 * h + i
+                        turn = (to - (at - rotate)) % 32
+                        found[turn] = found.get(turn, 0) | 1 << to
+    return sorted(found.items())
+
+
 def shifted(to: str, word: str, step: Step) -> str:
     """Assembly: a word turned as far as its mask asks for, by the cheapest instruction that does it."""
     rotate, mask = step
     wrapped = mask & ((1 << rotate) - 1)
-    if not rotate:
-        return f"mov.b32 {to}, {word};"
     if not wrapped:
         return f"shl.b32 {to}, {word}, {rotate};"
     if wrapped == mask:
         return f"shr.u32 {to}, {word}, {32 - rotate};"
     return f"shf.l.wrap.b32 {to}, {word}, {word}, {rotate};"
-
-
-def round_code(dtype: str, each: int = 4, pin: bool = False) -> str:
-    """Assembly that rounds codes times a sixth of their scales to E4M3, from the layout's ``STEPS`` and ``SCALE``.
-
-    $4 four scale bytes of two kt, $8 and $12 the words of those, $16 the number 2^16 -> $0 to $3, four bytes each, of
-    (kt, rh); in a word (h, p) are in the order (0, 0), (1, 0), (0, 1), (1, 1).
-
-    For bfloat16 a code times a scale's sixth, rounded to bfloat16, is 2^-7 of the value. Its halves become f32 in two
-    ways, of which each costs one instruction and multiplies by 2^7: the low one by a turn and an addition to the
-    exponent, the high one by a multiplication with (0, 2^7), which leaves nothing below it. float16 is rounded from as it is.
-    """
-    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
-    wide = dtype == "bfloat16"
-    shift, base = SCALE[dtype]
-    lines = [".reg .b16 l, h;", ".reg .b32 sixth, up, none, s, s0, s1, o, t, p0, p1, p2, p3, q, u;", "mov.b32 none, 0;"]
-    if wide:
-        lines += ["mov.b32 sixth, 0x3E2B3E2B;", "mov.b32 up, 0x43000000;"]
-    else:
-        lines.append("mov.b32 sixth, 0x4D554D55;")
-    for i, word in enumerate((f"${4 + each}", f"${4 + 2 * each}")):
-        lines.append(f"prmt.b32 s, $4, 0, {0x4342 if i else 0x4140:#x};")
-        lines.append(f"mad.lo.u32 s, s, {1 << shift}, {base * 0x10001:#x};")
-        if wide:
-            lines.append("mul.bf16x2 s, s, sixth;")
-        lines += ["mov.b32 {l, h}, s;", "mov.b32 s0, {l, l};", "mov.b32 s1, {h, h};"]
-        for output, steps in enumerate(STEPS[dtype]):
-            for j, step in enumerate(steps):
-                lines.append(shifted("t", word, step))
-                lines.append(f"lop3.b32 o, t, {step[1]:#x}, o, 0xEA;" if j else f"and.b32 o, t, {step[1]:#x};")
-            lines.append(f"mul.{kind} p{output}, o, s{output & 1};")
-        for rh in (0, 1):
-            if wide:
-                lines += [f"mad.lo.u32 {r}, p{rh + 2 * h}, ${4 + 3 * each}, {7 << 23:#x};" for h, r in enumerate("qu")]
-                lines.append("cvt.rn.satfinite.e4m3x2.f32 l, u, q;")
-                lines += [f"fma.rn.bf16x2 {r}, p{rh + 2 * h}, up, none;" for h, r in enumerate("qu")]
-                lines.append("cvt.rn.satfinite.e4m3x2.f32 h, u, q;")
-                lines.append(f"mov.b32 ${2 * i + rh}, {{l, h}};")
-            else:
-                lines += [f"mul.f16x2 {r}, p{rh + 2 * h}, sixth;" for h, r in enumerate("qu")]
-                lines += [f"cvt.rn.satfinite.e4m3x2.f16x2 {to}, {r};" for to, r in zip("lh", "qu", strict=True)]
-                lines += ["mov.b32 t, {l, h};", f"prmt.b32 ${2 * i + rh}, t, 0, 0x3120;"]
-    if pin:
-        lines += [".reg .pred never;", f"setp.ne.u32 never, ${4 + 3 * each}, {1 << 16:#x};"]
-        lines.append(f"@never st.volatile.shared.v4.b32 [${4 + 3 * each}], {{$0, $1, $2, $3}};")
-    return "{ " + " ".join(lines) + " }"
 
 
 def configure(call: Fp8Call) -> Fp8:
@@ -221,7 +249,7 @@ def _schedule(call: Fp8Call, made: Fp8, index: int | None) -> Schedule:
 def scratch(call: Fp8Call) -> int:
     """Bytes of device memory for the quantized activations and the sums of parts."""
     made = configure(call)
-    return nbytes(call.rows, call.shape[-1]) + sum(scratch_of(made.form, _schedule(call, made, None)))
+    return nbytes(call.rows, call.shape[-1], ordered=True) + sum(scratch_of(made.form, _schedule(call, made, None)))
 
 
 def refuse(call: Fp8Call) -> tuple[str, ...]:
@@ -231,8 +259,6 @@ def refuse(call: Fp8Call) -> tuple[str, ...]:
         reasons.append("multiplies by NVFP4, not by an Fp8Weight")
     elif not isinstance(call.layout, Fragments):
         reasons.append(f"reads the layout fragments, not {call.layout.key}")
-    if call.shape[-1] % BLOCK:
-        reasons.append(f"takes a K that is a multiple of {BLOCK}, not {call.shape[-1]}")
     return tuple(reasons)
 
 
@@ -244,7 +270,7 @@ def bind(args: Fp8Args, made: Fp8 | None = None) -> Callable[[Array, Array | Non
     (n, k), rows, device = call.shape, call.rows, args.x.device
     held = _schedule(call, made, device.index)
     of_sums, of_counts = scratch_of(made.form, held)
-    of_x, scales_from = nbytes(rows, k), scales_at(rows, k)
+    of_x, scales_from = nbytes(rows, k, ordered=True), scales_at(rows, k, ordered=True)
     buffers = args.weight.buffers()
     scale2 = buffers["scale2"].data_ptr()
     pre = buffers.get("pre_scale")
@@ -278,7 +304,7 @@ def bind(args: Fp8Args, made: Fp8 | None = None) -> Callable[[Array, Array | Non
         values = (
             codes,
             scales,
-            tensor(2, at, k),
+            tensor(2, at, pitch(k, ordered=True)),
             tensor(3, to, n) if whole else to,
             scale2,
             at + scales_from,

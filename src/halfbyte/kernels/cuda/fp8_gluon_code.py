@@ -19,20 +19,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from halfbyte.kernels.cuda.gemm_gluon_code import (
     _bits,
     allocate,
-    codes_layout,
     combine,
     item_of,
     place_of,
     produce,
     put,
-    scales_layout,
     wait_for_kernels_ahead,
 )
 
 
 @gluon.constexpr_function
+def codes_layout(R, U, W):
+    """Of (R, 8 U, 16) words: tile, (unit, g), (kt, c); a lane has the four of one kt."""
+    register = [[0, 0, 1], [0, 0, 2], *([0, i, 0] for i in _bits(8, 8 * U)), *([i, 0, 0] for i in _bits(W, R))]
+    lane = [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout(register, lane, [[i, 0, 0] for i in _bits(1, W)], [], [R, 8 * U, 16])
+
+
+@gluon.constexpr_function
+def scales_layout(R, U, W):
+    """Of (R, 32 U) pairs of bytes: tile, (unit, g, kt)."""
+    register = [*([0, i] for i in _bits(32, 32 * U)), *([i, 0] for i in _bits(W, R))]
+    lane = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]]
+    return gl.DistributedLinearLayout(register, lane, [[i, 0] for i in _bits(1, W)], [], [R, 32 * U])
+
+
+@gluon.constexpr_function
 def bytes_layout(R, W):
-    """Of (R, 8, 4, 4) bytes: tile, g, c, byte; a lane's four are a register."""
+    """Of (R, 8, 4, 4) bytes: tile, g, kt, byte; a lane's four are a register."""
     register = [[0, 0, 0, 1], [0, 0, 0, 2], *([i, 0, 0, 0] for i in _bits(W, R))]
     lane = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
     return gl.DistributedLinearLayout(register, lane, [[i, 0, 0, 0] for i in _bits(1, W)], [], [R, 8, 4, 4])
@@ -40,10 +54,33 @@ def bytes_layout(R, W):
 
 @gluon.jit
 def load(ring, box, R: gl.constexpr, U: gl.constexpr):
-    """The (R, 8 U, 16) words and (R, 16 U) words of scales of a box."""
+    """The (R, 8 U, 16) words and (R, 32 U) pairs of scales of a box."""
     W: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     codes, scales, x, full, empty = ring
-    return codes.index(box).load(codes_layout(R, U, W)), scales.index(box).load(scales_layout(R, U, W))
+    pairs = scales.index(box)._reinterpret(gl.int16, [R, 32 * U], ROWS)
+    return codes.index(box).load(codes_layout(R, U, W)), pairs.load(scales_layout(R, U, W))
+
+
+@gluon.jit
+def _units(words, pairs, R: gl.constexpr, U: gl.constexpr):
+    """Of a stage, for each 64 k: the four words of a lane, (R, 8, 4) each, tile, g, kt, and its pair of scales."""
+    words = words.reshape(R, U, 8, 4, 2, 2).permute(0, 2, 3, 1, 4, 5)  # t g kt u s e
+    even, odd = gl.split(words)
+    pairs = pairs.reshape(R, U, 8, 4).permute(0, 2, 3, 1)  # t g kt u
+    w0, w2 = gl.split(even)
+    w1, w3 = gl.split(odd)
+    if U == 1:
+        first = (w0.reshape(R, 8, 4), w1.reshape(R, 8, 4), w2.reshape(R, 8, 4), w3.reshape(R, 8, 4))
+        return (first + (pairs.reshape(R, 8, 4),),)
+    else:
+        gl.static_assert(U == 2)
+        w0, v0 = gl.split(w0)
+        w1, v1 = gl.split(w1)
+        w2, v2 = gl.split(w2)
+        w3, v3 = gl.split(w3)
+        p, q = gl.split(pairs)
+        return (w0, w1, w2, w3, p), (v0, v1, v2, v3, q)
 
 
 @gluon.jit
@@ -53,126 +90,56 @@ def _four(word, L: gl.constexpr):
 
 
 @gluon.jit
-def decoded(even, odd, scales, shift, R: gl.constexpr, ROUND: gl.constexpr, A: gl.constexpr):
-    """(16 R, 32) of E4M3, as the operand A; of each 16 k position 4 c + j holds k = 2 c + (0, 8, 1, 9)[j].
-
-    Args:
-        even: (R, 8, 4), tile, g, c, the words of the first 16 k.
-        odd: of the others.
-        scales: (R, 8) words of their scales.
-        shift: 2^16.
-    """
+def decoded(tables, even, odd, R: gl.constexpr, LOOK_UP: gl.constexpr, A: gl.constexpr):
+    """(16 R, 32) of E4M3, as the operand A, from (R, 8, 4) words and the four of tables."""
     L: gl.constexpr = bytes_layout(R, gl.num_warps())
-    scales = gl.convert_layout(scales, gl.SliceLayout(2, even.type.layout), assert_trivial=True).expand_dims(2)
-    scales, even = gl.broadcast(scales, even)
-    shift = gl.full([R, 8, 4, 4], 0, gl.int32, L) + shift
-    scales, shift = gl.broadcast(_four(scales, L), shift)
-    even, shift = gl.broadcast(_four(even, L), shift)
-    odd, shift = gl.broadcast(_four(odd, L), shift)
+    like = gl.full([R, 8, 4, 4], 0, gl.int32, L)
+    t0, like = gl.broadcast(_four(tables[0], L), like)
+    t1, like = gl.broadcast(_four(tables[1], L), like)
+    t2, like = gl.broadcast(_four(tables[2], L), like)
+    t3, like = gl.broadcast(_four(tables[3], L), like)
+    even, like = gl.broadcast(_four(even, L), like)
+    odd, like = gl.broadcast(_four(odd, L), like)
     a, b, c, d = gl.inline_asm_elementwise(
-        ROUND,
-        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [scales, even, odd, shift],
+        LOOK_UP,
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [t0, t1, t2, t3, even, odd],
         dtype=(gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv),
         is_pure=True,
         pack=4,
     )
-    w = gl.join(gl.join(a, b), gl.join(c, d))  # t g c j rh e
-    w = w.permute(0, 4, 1, 5, 2, 3)  # t rh g | e c j
+    w = gl.join(gl.join(a, b), gl.join(c, d))  # t g kt j rh e
+    w = w.permute(0, 4, 1, 5, 2, 3)  # t rh g | e kt j
     return gl.convert_layout(w.reshape(16 * R, 32), A, assert_trivial=True)
-
-
-@gluon.jit
-def _pieces(words, scales, R: gl.constexpr, U: gl.constexpr):
-    """Of a stage, for each 32 k: the words of the first 16 k, (R, 8, 4), tile, g, c, of the others, and (R, 8) scales."""
-    even, odd = gl.split(words.reshape(R, U, 8, 2, 2, 4).permute(0, 2, 5, 1, 3, 4))  # t g c u v, of kt = 2 v and after
-    scales = scales.reshape(R, U, 8, 2).permute(0, 2, 1, 3)  # t g u v
-    if U == 1:
-        e0, e1 = gl.split(even.reshape(R, 8, 4, 2))
-        o0, o1 = gl.split(odd.reshape(R, 8, 4, 2))
-        s0, s1 = gl.split(scales.reshape(R, 8, 2))
-        return (e0, o0, s0), (e1, o1, s1)
-    else:
-        gl.static_assert(U == 2)
-        e0, e1 = gl.split(even)
-        e0, e2 = gl.split(e0)
-        e1, e3 = gl.split(e1)
-        o0, o1 = gl.split(odd)
-        o0, o2 = gl.split(o0)
-        o1, o3 = gl.split(o1)
-        s0, s1 = gl.split(scales)
-        s0, s2 = gl.split(s0)
-        s1, s3 = gl.split(s1)
-        return (e0, o0, s0), (e1, o1, s1), (e2, o2, s2), (e3, o3, s3)
-
-
-@gluon.jit
-def _first(piece, shift, FIRST: gl.constexpr):
-    even, odd, scales = piece
-    scales = gl.convert_layout(scales, gl.SliceLayout(2, even.type.layout), assert_trivial=True).expand_dims(2)
-    scales, even = gl.broadcast(scales, even)
-    shift, even = gl.broadcast(gl.full([1, 1, 1], 0, gl.int32, even.type.layout) + shift, even)
-    return gl.inline_asm_elementwise(
-        FIRST,
-        "=r,=r,=r,=r,r,r,r,r",
-        [scales, even, odd, shift],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _bytes(first, zero, R: gl.constexpr, A: gl.constexpr):
-    L: gl.constexpr = bytes_layout(R, gl.num_warps())
-    zero = gl.full([R, 8, 4, 4], 0, gl.int32, L) + zero
-    a, zero = gl.broadcast(_four(first[0], L), zero)
-    b, zero = gl.broadcast(_four(first[1], L), zero)
-    c, zero = gl.broadcast(_four(first[2], L), zero)
-    d, zero = gl.broadcast(_four(first[3], L), zero)
-    a, b, c, d = gl.inline_asm_elementwise(
-        "or.b32 $0, $4, $20; or.b32 $1, $8, $20; or.b32 $2, $12, $20; or.b32 $3, $16, $20;",
-        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [a, b, c, d, zero],
-        dtype=(gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv),
-        is_pure=False,
-        pack=4,
-    )
-    w = gl.join(gl.join(a, b), gl.join(c, d))  # t g c j rh e
-    w = w.permute(0, 4, 1, 5, 2, 3)  # t rh g | e c j
-    return gl.convert_layout(w.reshape(16 * R, 32), A, assert_trivial=True)
-
-
-@gluon.jit
-def _begin(words, scales, shift, R: gl.constexpr, U: gl.constexpr, FIRST: gl.constexpr, PRE: gl.constexpr):
-    """The words of the first PRE pieces of a stage, decoded."""
-    pieces = _pieces(words, scales, R, U)
-    found = ()
-    for i in gl.static_range(PRE):
-        found = found + _first(pieces[i], shift, FIRST)
-    return found
 
 
 @gluon.jit
 def _stage(
-    begun, words, scales, x, acc, shift, R: gl.constexpr, U: gl.constexpr, ROUND: gl.constexpr, A: gl.constexpr,
-    PRE: gl.constexpr,
+    words, pairs, x, acc, R: gl.constexpr, U: gl.constexpr, TABLE: gl.constexpr, LOOK_UP: gl.constexpr,
+    A: gl.constexpr,
 ):  # fmt: skip
-    pieces = _pieces(words, scales, R, U)
-    for i in gl.static_range(2 * U):
-        if i < PRE:
-            a = _bytes((begun[4 * i], begun[4 * i + 1], begun[4 * i + 2], begun[4 * i + 3]), shift - 65536, R, A)
-        else:
-            a = decoded(pieces[i][0], pieces[i][1], pieces[i][2], shift, R, ROUND, A)
-        acc = warpgroup_mma(a, x.slice(32 * i, 32, dim=1).permute((1, 0)), acc, is_async=True)
+    """The sums and the products of a stage, of which the last are on their way."""
+    units = _units(words, pairs, R, U)
+    for u in gl.static_range(U):
+        t0, t1, t2, t3 = gl.inline_asm_elementwise(
+            TABLE,
+            "=r,=r,=r,=r,h",
+            [units[u][4]],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        for s in gl.static_range(2):
+            a = decoded((t0, t1, t2, t3), units[u][2 * s], units[u][2 * s + 1], R, LOOK_UP, A)
+            columns = x.slice(64 * u + 32 * s, 32, dim=1)
+            acc = warpgroup_mma(a, columns.permute((1, 0)), acc, is_async=True)
     return acc
 
 
 @gluon.jit
 def multiply(
-    ring, done, count, shift, C: gl.constexpr, WHICH: gl.constexpr, R: gl.constexpr, U: gl.constexpr,
-    NB: gl.constexpr, STAGES: gl.constexpr, ROUND: gl.constexpr, MMA: gl.constexpr, FIRST: gl.constexpr,
-    PRE: gl.constexpr,
+    ring, done, count, C: gl.constexpr, WHICH: gl.constexpr, R: gl.constexpr, U: gl.constexpr, NB: gl.constexpr,
+    STAGES: gl.constexpr, TABLE: gl.constexpr, LOOK_UP: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """(16 R, NB) f32: the sums of ``count`` steps, of which ``done`` were before in the ring."""
     codes, scales, x, full, empty = ring
@@ -180,26 +147,18 @@ def multiply(
     acc = gl.zeros([16 * R, NB], gl.float32, MMA)
     slot = done % STAGES
     mbarrier.wait(full.index(slot), (done // STAGES) & 1)
-    words, both = load(ring, slot * C + WHICH, R, U)
-    begun = _begin(words, both, shift, R, U, FIRST, PRE)
-    for i in range(count - 1):
+    words, pairs = load(ring, slot * C + WHICH, R, U)
+    for _ in range(count - 1):
         slot = done % STAGES
-        acc = _stage(begun, words, both, x.index(slot), acc, shift, R, U, ROUND, A, PRE)
+        acc = _stage(words, pairs, x.index(slot), acc, R, U, TABLE, LOOK_UP, A)
         done += 1
         following = done % STAGES
         mbarrier.wait(full.index(following), (done // STAGES) & 1)
-        words, both = load(ring, following * C + WHICH, R, U)
-        begun = _begin(words, both, shift, R, U, FIRST, PRE)
-        held = warpgroup_mma_wait(0, deps=(acc, words, both) + begun)
-        acc = held[0]
-        words = held[1]
-        both = held[2]
-        begun = ()
-        for j in gl.static_range(4 * PRE):
-            begun = begun + (held[3 + j],)
+        words, pairs = load(ring, following * C + WHICH, R, U)
+        acc, words, pairs = warpgroup_mma_wait(0, deps=[acc, words, pairs])
         mbarrier.arrive(empty.index(slot), count=1)
     slot = done % STAGES
-    acc = _stage(begun, words, both, x.index(slot), acc, shift, R, U, ROUND, A, PRE)
+    acc = _stage(words, pairs, x.index(slot), acc, R, U, TABLE, LOOK_UP, A)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(slot), count=1)
     return acc, done + 1
@@ -238,15 +197,13 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
     TMA: gl.constexpr = FORM[9]
     PER_ROW: gl.constexpr = FORM[10]
     BIAS: gl.constexpr = FORM[11]
-    ROUND: gl.constexpr = FORM[12]
-    FACTOR: gl.constexpr = FORM[13]
-    FIRST: gl.constexpr = FORM[14]
-    PRE: gl.constexpr = FORM[15]
+    TABLE: gl.constexpr = FORM[12]
+    LOOK_UP: gl.constexpr = FORM[13]
+    FACTOR: gl.constexpr = FORM[14]
     ring, work, stages, out, scale2, xscale, bias, sums, counts, M, N = given
     items, whole, share, parts, along_n, along_m, steps = work
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, NB, 32])
     ALONG: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    shift = (M >> 31) + 65536
     wait_for_kernels_ahead()
     done = 0
     for t in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -255,7 +212,7 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
         n = (tn * C + WHICH) * (16 * R)
         m = tm * NB + gl.arange(0, NB, layout=ALONG)
         tokens = gl.load(xscale + m, mask=m < M, other=0.0)
-        acc, done = multiply(ring, done, count, shift, C, WHICH, R, U, NB, STAGES, ROUND, MMA, FIRST, PRE)
+        acc, done = multiply(ring, done, count, C, WHICH, R, U, NB, STAGES, TABLE, LOOK_UP, MMA)
         last = part < 0
         if SPLIT:
             if part >= 0:
@@ -299,17 +256,17 @@ def fp8(
     TMA: gl.constexpr,
     PER_ROW: gl.constexpr,
     BIAS: gl.constexpr,
-    ROUND: gl.constexpr,
+    TABLE: gl.constexpr,
+    LOOK_UP: gl.constexpr,
     FACTOR: gl.constexpr,
-    FIRST: gl.constexpr,
-    PRE: gl.constexpr,
 ):
     """M rows of x times the weight. What is not here is as in ``gemm_gluon_code.gemm``.
 
     Args:
         x_map: boxes (NB, 64 U) of (M, K) e4m3.
         xscale: (M,) f32.
-        ROUND: assembly: four scale bytes and the words of two kt -> four registers of bytes.
+        TABLE: assembly: two scales -> two tables.
+        LOOK_UP: assembly: two tables and two words -> four registers of bytes.
         FACTOR: what products lack beside scale2 and xscale.
     """
     TO: gl.constexpr = out.dtype if TMA else out.dtype.element_ty
@@ -319,7 +276,7 @@ def fp8(
     stages = gl.allocate_shared_memory(TO, [C, HEIGHT, 16 * R], gl.NVMMASharedLayout(128, WIDE, 2))
     work = (items, whole, share, parts, along_n, along_m, steps)
     given = (ring, work, stages, out, scale2, xscale, bias, sums, counts, M, N)
-    FORM: gl.constexpr = (C, R, U, NB, STAGES, GROUP, SPLIT, HEIGHT, TO, TMA, PER_ROW, BIAS, ROUND, FACTOR, FIRST, PRE)
+    FORM: gl.constexpr = (C, R, U, NB, STAGES, GROUP, SPLIT, HEIGHT, TO, TMA, PER_ROW, BIAS, TABLE, LOOK_UP, FACTOR)
     maps = (codes_map, scales_map, x_map)
     if C == 2:
         gl.warp_specialize(

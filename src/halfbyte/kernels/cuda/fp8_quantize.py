@@ -20,6 +20,8 @@ PART: Final = 16384
 """The same where a row is read twice."""
 EACH: Final = 32
 """Values of a thread."""
+UNIT: Final = 64
+"""Values among which those of a row are ordered."""
 HOPPER: Final = 90
 """The compute capability from which on an instruction rounds f32 to E4M3, and kernels may overlap.
 
@@ -29,19 +31,20 @@ Quantizer = Callable[[int, Any, Any, Any, Any], None]
 """Takes the number of rows, and x, pre_scale or None, data and scales: tensors, or their addresses, which is faster."""
 
 
-def pitch(k: int) -> int:
-    """Bytes from row to row of the data: K rounded up to a multiple of 16."""
-    return -(-k // ALIGNED) * ALIGNED
+def pitch(k: int, ordered: bool = False) -> int:
+    """Bytes from row to row of the data: K rounded up to a multiple of 16, or, in the order of kernels, of 64."""
+    multiple = UNIT if ordered else ALIGNED
+    return -(-k // multiple) * multiple
 
 
-def scales_at(rows: int, k: int) -> int:
+def scales_at(rows: int, k: int, ordered: bool = False) -> int:
     """Where the scales begin in memory that begins with the data."""
-    return rows * pitch(k)
+    return rows * pitch(k, ordered)
 
 
-def nbytes(rows: int, k: int) -> int:
+def nbytes(rows: int, k: int, ordered: bool = False) -> int:
     """Of data and scales together, a multiple of 16."""
-    return scales_at(rows, k) + -(-4 * rows // ALIGNED) * ALIGNED
+    return scales_at(rows, k, ordered) + -(-4 * rows // ALIGNED) * ALIGNED
 
 
 def specified(
@@ -87,14 +90,15 @@ def quantizer(
 ) -> Quantizer:
     """A function that launches the kernel; see ``Quantizer``.
 
-    The rows of x have no gaps; x and data begin at multiples of 16 bytes. Data are (M, ``pitch(k)``) u8 with zeros from
-    K on, scales (M,) f32, pre_scale (K,) f32.
+    The rows of x have no gaps; x and data begin at multiples of 16 bytes. Data are (M, ``pitch(k, ordered)``) u8 with
+    zeros from K on, scales (M,) f32, pre_scale (K,) f32.
 
     Args:
         device: of torch's, with an index; the CPU under Triton's interpreter.
         dtype: of x, "float32", "bfloat16" or "float16".
         k: K.
-        ordered: position 4 c + j of each 16 holds value 2 c + (0, 8, 1, 9)[j]; K is then a multiple of 16.
+        ordered: position 32 s + 16 e + 4 c + j of each 64 holds value 16 c + 4 s + 2 e + (0, 8, 1, 9)[j], as
+            ``gluon-fp8`` reads them.
         pre_scale: x is multiplied by one first.
         early: it starts before the kernel ahead of it ends, and lets the one behind it do so, which then waits
             (``griddepcontrol.wait``) before it reads the data or scales.
@@ -107,7 +111,7 @@ def quantizer(
         dtype, k, capability=capability, ordered=ordered, pre_scale=pre_scale, early=early
     )
     run = program(quantize, signature, constants, device=device, warps=warps, pdl=constants["EARLY"])
-    width = pitch(k)
+    width = pitch(k, ordered)
 
     def quantized(rows: int, x: Any, pre: Any, data: Any, scales: Any) -> None:
         run((rows, 1, 1), (x, pre, data, scales, k, width))

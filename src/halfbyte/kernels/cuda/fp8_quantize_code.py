@@ -40,17 +40,17 @@ def _load(x, pre, column, inside, KIND: tl.constexpr, PRE: tl.constexpr):
 
 
 @triton.jit
-def _values(x, pre, start, k, KIND: tl.constexpr, PRE: tl.constexpr, BLOCK: tl.constexpr, ORDERED: tl.constexpr):
-    """``BLOCK`` values of a row from ``start`` on, as f32 in the order that their bytes are stored in."""
-    if ORDERED:
-        first = start + tl.arange(0, BLOCK // 16)[:, None] * 16
-        column = first + tl.arange(0, 8)[None, :]
-        inside = first < k
-        low = _load(x, pre, column, inside, KIND, PRE)
-        high = _load(x, pre, column + 8, inside, KIND, PRE)
-        return tl.reshape(tl.join(low, high), (BLOCK,))
+def _values(x, pre, start, k, KIND: tl.constexpr, PRE: tl.constexpr, BLOCK: tl.constexpr):
+    """``BLOCK`` values of a row from ``start`` on, as f32."""
     column = start + tl.arange(0, BLOCK)
     return _load(x, pre, column, column < k, KIND, PRE)
+
+
+@triton.jit
+def _in_order(data, BLOCK: tl.constexpr):
+    """Bytes in the order of ``ORDERED``."""
+    data = tl.reshape(data, (BLOCK // 64, 4, 2, 2, 2, 2))  # c, half of j, s, e, other half of j
+    return tl.reshape(tl.permute(data, (0, 3, 4, 1, 5, 2)), (BLOCK,))
 
 
 @triton.jit
@@ -94,13 +94,13 @@ def quantize(
         pre: (k,) f32, if PRE.
         data: (M, pitch) u8; zeros from k on.
         scales: (M,) f32.
-        k: values in a row; a multiple of 16 if ORDERED.
-        pitch: k rounded up to a multiple of 16.
+        k: values in a row.
+        pitch: k rounded up to a multiple of 16; of 64 if ORDERED.
         KIND: 0 for float32, 1 for bfloat16, 2 for float16.
         PRE: whether values are multiplied by ``pre`` first.
         BLOCK: values that the program holds at once.
         ROUNDS: how many of those a row has; more than one is read twice.
-        ORDERED: position 4 c + j of each 16 holds value 2 c + (0, 8, 1, 9)[j].
+        ORDERED: position 32 s + 16 e + 4 c + j of each 64 holds value 16 c + 4 s + 2 e + (0, 8, 1, 9)[j].
         CONVERT: the device has an instruction that rounds to E4M3.
         EARLY: it may start before the kernel ahead of it ends, and the one behind before this one does.
     """
@@ -110,10 +110,10 @@ def quantize(
     row = tl.program_id(0).to(tl.int64)
     x += row * k
     data += row * pitch
-    v = _values(x, pre, 0, k, KIND, PRE, BLOCK, ORDERED)
+    v = _values(x, pre, 0, k, KIND, PRE, BLOCK)
     peak = _peak(v)
     for i in tl.static_range(1, ROUNDS):
-        peak = tl.maximum(peak, _peak(_values(x, pre, i * BLOCK, k, KIND, PRE, BLOCK, ORDERED)))
+        peak = tl.maximum(peak, _peak(_values(x, pre, i * BLOCK, k, KIND, PRE, BLOCK)))
     amax = _float(peak)
     scale = tl.where(peak < 0x7F800000, tl.div_rn(amax, 448.0), float("nan"))
     factor = tl.where(peak < 0x1F800000, 1.8446744073709552e19, 1.0)  # 2^-64, and its inverse
@@ -121,6 +121,7 @@ def quantize(
     tl.store(scales + row, scale)
     for i in tl.static_range(ROUNDS):
         if ROUNDS > 1:
-            v = _values(x, pre, i * BLOCK, k, KIND, PRE, BLOCK, ORDERED)
+            v = _values(x, pre, i * BLOCK, k, KIND, PRE, BLOCK)
         column = i * BLOCK + tl.arange(0, BLOCK)
-        tl.store(data + column, _e4m3((v * factor) * inverse, CONVERT), mask=column < pitch)
+        q = _e4m3((v * factor) * inverse, CONVERT)
+        tl.store(data + column, _in_order(q, BLOCK) if ORDERED else q, mask=column < pitch)
