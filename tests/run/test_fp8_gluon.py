@@ -91,9 +91,9 @@ def evaluate(code, **values):
             assert more[2] == 0xF8
             result = a | more[0] & more[1]
         elif opcode == "prmt.b32":
-            b, select = np.broadcast_arrays(*more)
+            a, b, select = np.broadcast_arrays(a, *more)
             assert not (select & 0x8888).any()
-            eight = np.stack([v >> 8 * i & 0xFF for v in np.broadcast_arrays(a, b) for i in range(4)])
+            eight = np.stack([v >> 8 * i & 0xFF for v in (a, b) for i in range(4)])
             picked = [np.take_along_axis(eight, (select >> 4 * i & 7)[None].astype(np.int64), 0)[0] for i in range(4)]
             result = sum(byte << 8 * i for i, byte in enumerate(picked))
         elif opcode == "mul.f16x2":
@@ -161,7 +161,6 @@ def accepted(**changes):
         ({"layout": Rows()}, "reads the layout fragments, not rows"),
         ({"layout": Rows(), "resident": True}, "multiplies by NVFP4, not by an Fp8Weight"),
         ({"shape": (3, 32, 64)}, "takes one matrix (N, K), not expert axes (3,)"),
-        ({"shape": (32, 70)}, "takes a K that is a multiple of 16, not 70"),
         ({"aligned": False}, "takes codes and scales that begin at multiples of 16 bytes; clone the buffers"),
     ],
 )
@@ -236,14 +235,14 @@ def test_what_a_launch_is_given(launches):
     at, counts = launches.memory
     buffers = args.weight.buffers()
     codes, scales, scale2, pre = (buffers[name].data_ptr() for name in ("codes", "scales", "scale2", "pre_scale"))
-    out, of_x = args.out.data_ptr(), 19 * 272 + 80
-    assert launches.quantized == [(19, args.x.data_ptr(), pre, at, at + 19 * 272)] * 2
+    out, of_x = args.out.data_ptr(), 19 * 320 + 80
+    assert launches.quantized == [(19, args.x.data_ptr(), pre, at, at + 19 * 320)] * 2
     # weights once, activations and results once for each address
-    assert launches.described == [(0, codes, (3, 40, 16)), (1, scales, (3, 80)), (2, at, (19, 272)), (3, out, (19, 40))]
+    assert launches.described == [(0, codes, (3, 40, 16)), (1, scales, (3, 80)), (2, at, (19, 320)), (3, out, (19, 40))]
     grid, values = launches.values[0]
     assert grid == (2, 1, 1)
     assert [v.address for v in values[:4]] == [codes, scales, at, out]
-    assert values[4:] == (scale2, at + 19 * 272, None, at + of_x, counts, 19, 40, 2, 0, 2, 2, 1, 1, 3)
+    assert values[4:] == (scale2, at + 19 * 320, None, at + of_x, counts, 19, 40, 2, 0, 2, 2, 1, 1, 3)
 
 
 def test_results_at_odd_addresses_are_stored_by_element(launches):
@@ -289,8 +288,8 @@ def test_machine_code(made, flags, whole):
     code = Program(fp8, types, held, options_of()).compile(90)
     print(code)
     assert (code.stack, code.spills, code.warnings) == (0, 0, [])
-    assert [(loop.matrix, loop.shuffles) for loop in code.loops] == [(4, 0)] * 2
-    assert max(loop.per_matrix for loop in code.loops) <= 85
+    assert [(loop.matrix, loop.shuffles) for loop in code.loops] == [(8, 0)] * 2
+    assert max(loop.per_matrix for loop in code.loops) <= 58
     assert all(count(loop.opcodes, r"(LDG|STG)\b") == 0 for loop in code.loops)
     assert code.shared <= SHARED - 1024
 
@@ -304,7 +303,7 @@ RESULTS = [
     ((4096, 40), 512, (256, 129), None, "bfloat16", "float32", "float32", "float32", False, False),
     ((33, 257), 14336, (33, 256), None, "float16", "bfloat16", "float32", None, True, False),
     ((136, 1001), 1104, (100, 513), Fp8(128, 3), "bfloat16", "float16", "bfloat16", "float32", True, True),
-    ((1000, 17), 4144, (257, 65), Fp8(256, 4), "float16", "bfloat16", "float16", None, True, False),
+    ((1000, 17), 4133, (257, 65), Fp8(256, 4), "float16", "bfloat16", "float16", None, True, False),
 ]
 
 

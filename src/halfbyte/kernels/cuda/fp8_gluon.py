@@ -43,7 +43,7 @@ from halfbyte.kernels.cuda.launch import Program, Tensor, boxes, counters, progr
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call, cost
 from halfbyte.kernels.fp8 import refuse as refuse_any
 from halfbyte.layouts import Fragments, Packed
-from halfbyte.layouts.fragments import PLACES, STEPS, Step
+from halfbyte.layouts.fragments import PLACES, SCALE, STEPS, Step
 from halfbyte.numerics import Array
 
 NAME: Final = "gluon-fp8"
@@ -138,26 +138,20 @@ def _size(dtype: str) -> int:
 def table_code() -> str:
     """Assembly of the tables of a lane's two scales: $4 two bytes -> $0 and $1, $2 and $3, the E4M3 bytes of codes 0 to 7.
 
-    A sixth of a scale in float16 is near enough: its products with codes round to E4M3 as the exact ones do.
+    A scale in float16, times ``SCALE``, is multiplied by a sixth of each code. That product, rounded to float16, rounds
+    to E4M3 as the exact one does: a half, a quarter and the whole of a scale are exact, and so is what a sixth of one
+    is where that is a tie.
     """
-    lines = [".reg .b32 s, t, p;", ".reg .b16 l, h;", "cvt.u32.u16 s, $4;", "prmt.b32 s, s, 0, 0x4140;"]
-    lines += [
-        "shl.b32 s, s, 7;",
-        f"mov.b32 t, {_pair(1 / 768, 1 / 768):#x};",
-        "mul.f16x2 s, s, t;",
-        "mov.b32 {l, h}, s;",
-    ]
-    lines += [".reg .b32 s0, s1;", "mov.b32 s0, {l, l};", "mov.b32 s1, {h, h};"]
+    shift, _ = SCALE["float16"]
+    lines = [".reg .b32 s, s0, s1, t, p;", ".reg .b16 l, h;", "cvt.u32.u16 s, $4;", "prmt.b32 s, s, 0, 0x4140;"]
+    lines += [f"shl.b32 s, s, {shift};", "mov.b32 {l, h}, s;", "mov.b32 s0, {l, l};", "mov.b32 s1, {h, h};"]
     for i, codes in enumerate(((0, 0.5, 1, 1.5), (2, 3, 4, 6)) * 2):
-        for pair, to in ((codes[:2], "l"), (codes[2:], "h")):
-            lines += [f"mov.b32 t, {_pair(*pair):#x};", f"mul.f16x2 p, s{i // 2}, t;"]
+        for to, pair in (("l", codes[:2]), ("h", codes[2:])):
+            sixths = np.array(pair, np.float16) / np.float16(FACTOR * 2**shift)
+            lines += [f"mov.b32 t, {int(sixths.view(np.uint32)[0]):#x};", f"mul.f16x2 p, s{i // 2}, t;"]
             lines.append(f"cvt.rn.satfinite.e4m3x2.f16x2 {to}, p;")
         lines.append(f"mov.b32 ${i}, {{l, h}};")
     return "{ " + " ".join(lines) + " }"
-
-
-def _pair(low: float, high: float) -> int:
-    return int(np.array([low, high], np.float16).view(np.uint32)[0])
 
 
 def look_up_code(dtype: str) -> str:
@@ -237,8 +231,12 @@ def configure(call: Fp8Call) -> Fp8:
 
 
 def configurations(call: Fp8Call) -> tuple[Fp8, ...]:
-    """Those that can pay for a call."""
-    return tuple(made for made in CONFIGURATIONS if made.tokens == 128 or call.rows > 128)
+    """Those that can pay for a call: parts only where the last wave of tiles is not full."""
+
+    def pays(made: Fp8) -> bool:
+        return (made.tokens == 128 or call.rows > 128) and (made.parts == 1 or _schedule(call, made, None).split > 0)
+
+    return tuple(made for made in CONFIGURATIONS if pays(made))
 
 
 def _schedule(call: Fp8Call, made: Fp8, index: int | None) -> Schedule:

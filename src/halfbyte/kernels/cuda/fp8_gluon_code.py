@@ -45,11 +45,12 @@ def scales_layout(R, U, W):
 
 
 @gluon.constexpr_function
-def bytes_layout(R, W):
-    """Of (R, 8, 4, 4) bytes: tile, g, kt, byte; a lane's four are a register."""
-    register = [[0, 0, 0, 1], [0, 0, 0, 2], *([i, 0, 0, 0] for i in _bits(W, R))]
-    lane = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
-    return gl.DistributedLinearLayout(register, lane, [[i, 0, 0, 0] for i in _bits(1, W)], [], [R, 8, 4, 4])
+def bytes_layout(R, U, W):
+    """Of (R, U, 8, 4, 4) bytes: tile, unit, g, kt, byte; a lane's four are a register."""
+    register = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2]]
+    register += [[0, i, 0, 0, 0] for i in _bits(1, U)] + [[i, 0, 0, 0, 0] for i in _bits(W, R)]
+    lane = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
+    return gl.DistributedLinearLayout(register, lane, [[i, 0, 0, 0, 0] for i in _bits(1, W)], [], [R, U, 8, 4, 4])
 
 
 @gluon.jit
@@ -57,47 +58,26 @@ def load(ring, box, R: gl.constexpr, U: gl.constexpr):
     """The (R, 8 U, 16) words and (R, 32 U) pairs of scales of a box."""
     W: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    codes, scales, x, full, empty = ring
+    codes, scales, _x, _full, _empty = ring
     pairs = scales.index(box)._reinterpret(gl.int16, [R, 32 * U], ROWS)
     return codes.index(box).load(codes_layout(R, U, W)), pairs.load(scales_layout(R, U, W))
 
 
 @gluon.jit
-def _units(words, pairs, R: gl.constexpr, U: gl.constexpr):
-    """Of a stage, for each 64 k: the four words of a lane, (R, 8, 4) each, tile, g, kt, and its pair of scales."""
-    words = words.reshape(R, U, 8, 4, 2, 2).permute(0, 2, 3, 1, 4, 5)  # t g kt u s e
-    even, odd = gl.split(words)
-    pairs = pairs.reshape(R, U, 8, 4).permute(0, 2, 3, 1)  # t g kt u
-    w0, w2 = gl.split(even)
-    w1, w3 = gl.split(odd)
-    if U == 1:
-        first = (w0.reshape(R, 8, 4), w1.reshape(R, 8, 4), w2.reshape(R, 8, 4), w3.reshape(R, 8, 4))
-        return (first + (pairs.reshape(R, 8, 4),),)
-    else:
-        gl.static_assert(U == 2)
-        w0, v0 = gl.split(w0)
-        w1, v1 = gl.split(w1)
-        w2, v2 = gl.split(w2)
-        w3, v3 = gl.split(w3)
-        p, q = gl.split(pairs)
-        return (w0, w1, w2, w3, p), (v0, v1, v2, v3, q)
-
-
-@gluon.jit
 def _four(word, L: gl.constexpr):
     """A word beside each of the four bytes that it becomes."""
-    return gl.convert_layout(word, gl.SliceLayout(3, L), assert_trivial=True).expand_dims(3)
+    return gl.convert_layout(word, gl.SliceLayout(4, L), assert_trivial=True).expand_dims(4)
 
 
 @gluon.jit
-def decoded(tables, even, odd, R: gl.constexpr, LOOK_UP: gl.constexpr, A: gl.constexpr):
-    """(16 R, 32) of E4M3, as the operand A, from (R, 8, 4) words and the four of tables."""
-    L: gl.constexpr = bytes_layout(R, gl.num_warps())
-    like = gl.full([R, 8, 4, 4], 0, gl.int32, L)
-    t0, like = gl.broadcast(_four(tables[0], L), like)
-    t1, like = gl.broadcast(_four(tables[1], L), like)
-    t2, like = gl.broadcast(_four(tables[2], L), like)
-    t3, like = gl.broadcast(_four(tables[3], L), like)
+def _two_words(t0, t1, t2, t3, even, odd, R: gl.constexpr, U: gl.constexpr, LOOK_UP: gl.constexpr):
+    """(R, U, 8, 4, 4, 2, 2) bytes of E4M3, tile, unit, g, kt, byte, rh, e, of (R, U, 8, 4) tables and words."""
+    L: gl.constexpr = bytes_layout(R, U, gl.num_warps())
+    like = gl.full([R, U, 8, 4, 4], 0, gl.int32, L)
+    t0, like = gl.broadcast(_four(t0, L), like)
+    t1, like = gl.broadcast(_four(t1, L), like)
+    t2, like = gl.broadcast(_four(t2, L), like)
+    t3, like = gl.broadcast(_four(t3, L), like)
     even, like = gl.broadcast(_four(even, L), like)
     odd, like = gl.broadcast(_four(odd, L), like)
     a, b, c, d = gl.inline_asm_elementwise(
@@ -108,60 +88,78 @@ def decoded(tables, even, odd, R: gl.constexpr, LOOK_UP: gl.constexpr, A: gl.con
         is_pure=True,
         pack=4,
     )
-    w = gl.join(gl.join(a, b), gl.join(c, d))  # t g kt j rh e
-    w = w.permute(0, 4, 1, 5, 2, 3)  # t rh g | e kt j
-    return gl.convert_layout(w.reshape(16 * R, 32), A, assert_trivial=True)
+    return gl.join(gl.join(a, b), gl.join(c, d))
 
 
 @gluon.jit
-def _stage(
-    words, pairs, x, acc, R: gl.constexpr, U: gl.constexpr, TABLE: gl.constexpr, LOOK_UP: gl.constexpr,
-    A: gl.constexpr,
+def decoded(
+    words, pairs, R: gl.constexpr, U: gl.constexpr, TABLE: gl.constexpr, LOOK_UP: gl.constexpr, A: gl.constexpr
 ):  # fmt: skip
-    """The sums and the products of a stage, of which the last are on their way."""
-    units = _units(words, pairs, R, U)
-    for u in gl.static_range(U):
-        t0, t1, t2, t3 = gl.inline_asm_elementwise(
-            TABLE,
-            "=r,=r,=r,=r,h",
-            [units[u][4]],
-            dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-            is_pure=True,
-            pack=1,
-        )
-        for s in gl.static_range(2):
-            a = decoded((t0, t1, t2, t3), units[u][2 * s], units[u][2 * s + 1], R, LOOK_UP, A)
-            columns = x.slice(64 * u + 32 * s, 32, dim=1)
-            acc = warpgroup_mma(a, columns.permute((1, 0)), acc, is_async=True)
-    return acc
+    """(16 R, 64 U) of E4M3, as the operand A; of each 64 k position 32 s + 16 e + 4 kt + j holds value
+    16 kt + 4 s + 2 e + (0, 8, 1, 9)[j].
+    """
+    t0, t1, t2, t3 = gl.inline_asm_elementwise(
+        TABLE,
+        "=r,=r,=r,=r,h",
+        [pairs.reshape(R, U, 8, 4)],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    even, odd = gl.split(words.reshape(R, U, 8, 4, 2, 2))  # t u g kt s, of e
+    even0, even1 = gl.split(even)
+    odd0, odd1 = gl.split(odd)
+    first = _two_words(t0, t1, t2, t3, even0, odd0, R, U, LOOK_UP)
+    second = _two_words(t0, t1, t2, t3, even1, odd1, R, U, LOOK_UP)
+    w = gl.join(first, second)  # t u g kt j rh e s
+    w = w.permute(0, 5, 2, 1, 7, 6, 3, 4)  # t rh g | u s e kt j
+    return gl.convert_layout(w.reshape(16 * R, 64 * U), A, assert_trivial=True)
+
+
+@gluon.jit
+def _step(
+    ring, held, acc, slot, phase, C: gl.constexpr, WHICH: gl.constexpr, R: gl.constexpr, U: gl.constexpr,
+    STAGES: gl.constexpr, TABLE: gl.constexpr, LOOK_UP: gl.constexpr, A: gl.constexpr,
+):  # fmt: skip
+    """Multiply the stage in ``slot``, whose words and scales are ``held``, and load those of the next one."""
+    x = ring[2]
+    full = ring[3]
+    empty = ring[4]
+    a = decoded(held[0], held[1], R, U, TABLE, LOOK_UP, A)
+    acc = warpgroup_mma(a, x.index(slot).permute((1, 0)), acc, is_async=True)
+    after = slot + 1
+    wraps = after == STAGES
+    phase = gl.where(wraps, phase ^ 1, phase)
+    after = gl.where(wraps, 0, after)
+    mbarrier.wait(full.index(after), phase)
+    words, pairs = load(ring, after * C + WHICH, R, U)
+    acc, words, pairs = warpgroup_mma_wait(0, deps=[acc, words, pairs])
+    mbarrier.arrive(empty.index(slot), count=1)
+    return (words, pairs), acc, after, phase
 
 
 @gluon.jit
 def multiply(
-    ring, done, count, C: gl.constexpr, WHICH: gl.constexpr, R: gl.constexpr, U: gl.constexpr, NB: gl.constexpr,
-    STAGES: gl.constexpr, TABLE: gl.constexpr, LOOK_UP: gl.constexpr, MMA: gl.constexpr,
+    ring, slot, phase, count, C: gl.constexpr, WHICH: gl.constexpr, R: gl.constexpr, U: gl.constexpr,
+    NB: gl.constexpr, STAGES: gl.constexpr, TABLE: gl.constexpr, LOOK_UP: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """(16 R, NB) f32: the sums of ``count`` steps, of which ``done`` were before in the ring."""
-    codes, scales, x, full, empty = ring
+    """(16 R, NB) f32: the sums of ``count`` steps, of which the first is in ``slot``; and what follows slot and phase."""
+    _codes, _scales, x, full, empty = ring
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     acc = gl.zeros([16 * R, NB], gl.float32, MMA)
-    slot = done % STAGES
-    mbarrier.wait(full.index(slot), (done // STAGES) & 1)
-    words, pairs = load(ring, slot * C + WHICH, R, U)
-    for _ in range(count - 1):
-        slot = done % STAGES
-        acc = _stage(words, pairs, x.index(slot), acc, R, U, TABLE, LOOK_UP, A)
-        done += 1
-        following = done % STAGES
-        mbarrier.wait(full.index(following), (done // STAGES) & 1)
-        words, pairs = load(ring, following * C + WHICH, R, U)
-        acc, words, pairs = warpgroup_mma_wait(0, deps=[acc, words, pairs])
-        mbarrier.arrive(empty.index(slot), count=1)
-    slot = done % STAGES
-    acc = _stage(words, pairs, x.index(slot), acc, R, U, TABLE, LOOK_UP, A)
+    mbarrier.wait(full.index(slot), phase)
+    held = load(ring, slot * C + WHICH, R, U)
+    for _ in range((count - 1) // 2):  # two at a time: what a loop costs counts
+        held, acc, slot, phase = _step(ring, held, acc, slot, phase, C, WHICH, R, U, STAGES, TABLE, LOOK_UP, A)
+        held, acc, slot, phase = _step(ring, held, acc, slot, phase, C, WHICH, R, U, STAGES, TABLE, LOOK_UP, A)
+    for _ in range((count - 1) % 2):
+        held, acc, slot, phase = _step(ring, held, acc, slot, phase, C, WHICH, R, U, STAGES, TABLE, LOOK_UP, A)
+    a = decoded(held[0], held[1], R, U, TABLE, LOOK_UP, A)
+    acc = warpgroup_mma(a, x.index(slot).permute((1, 0)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(slot), count=1)
-    return acc, done + 1
+    wraps = slot + 1 == STAGES
+    return acc, gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -201,18 +199,19 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
     LOOK_UP: gl.constexpr = FORM[13]
     FACTOR: gl.constexpr = FORM[14]
     ring, work, stages, out, scale2, xscale, bias, sums, counts, M, N = given
-    items, whole, share, parts, along_n, along_m, steps = work
+    items, whole, _share, parts, _along_n, _along_m, _steps = work
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, NB, 32])
     ALONG: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     wait_for_kernels_ahead()
-    done = 0
+    slot = 0
+    phase = 0
     for t in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile, part, first, count = item_of(t, work)
+        tile, part, _first, count = item_of(t, work)
         tm, tn = place_of(tile, work, GROUP)
         n = (tn * C + WHICH) * (16 * R)
         m = tm * NB + gl.arange(0, NB, layout=ALONG)
         tokens = gl.load(xscale + m, mask=m < M, other=0.0)
-        acc, done = multiply(ring, done, count, C, WHICH, R, U, NB, STAGES, TABLE, LOOK_UP, MMA)
+        acc, slot, phase = multiply(ring, slot, phase, count, C, WHICH, R, U, NB, STAGES, TABLE, LOOK_UP, MMA)
         last = part < 0
         if SPLIT:
             if part >= 0:
@@ -263,7 +262,7 @@ def fp8(
     """M rows of x times the weight. What is not here is as in ``gemm_gluon_code.gemm``.
 
     Args:
-        x_map: boxes (NB, 64 U) of (M, K) e4m3.
+        x_map: boxes (NB, 64 U) of (M, K) e4m3, in the order of ``decoded``.
         xscale: (M,) f32.
         TABLE: assembly: two scales -> two tables.
         LOOK_UP: assembly: two tables and two words -> four registers of bytes.
@@ -278,22 +277,9 @@ def fp8(
     given = (ring, work, stages, out, scale2, xscale, bias, sums, counts, M, N)
     FORM: gl.constexpr = (C, R, U, NB, STAGES, GROUP, SPLIT, HEIGHT, TO, TMA, PER_ROW, BIAS, TABLE, LOOK_UP, FACTOR)
     maps = (codes_map, scales_map, x_map)
-    if C == 2:
-        gl.warp_specialize(
-            [(consume, (given, 0, FORM)), (consume, (given, 1, FORM)), (produce, (maps, ring, work, BYTES, FORM))],
-            [4, 1],
-            [REGISTERS, 32],
-        )
-    else:
-        gl.static_assert(C == 4)
-        gl.warp_specialize(
-            [
-                (consume, (given, 0, FORM)),
-                (consume, (given, 1, FORM)),
-                (consume, (given, 2, FORM)),
-                (consume, (given, 3, FORM)),
-                (produce, (maps, ring, work, BYTES, FORM)),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, 32],
-        )
+    gl.static_assert(C == 2)
+    gl.warp_specialize(
+        [(consume, (given, 0, FORM)), (consume, (given, 1, FORM)), (produce, (maps, ring, work, BYTES, FORM))],
+        [4, 1],
+        [REGISTERS, 32],
+    )

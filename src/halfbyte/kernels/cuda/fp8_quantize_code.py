@@ -40,17 +40,16 @@ def _load(x, pre, column, inside, KIND: tl.constexpr, PRE: tl.constexpr):
 
 
 @triton.jit
-def _values(x, pre, start, k, KIND: tl.constexpr, PRE: tl.constexpr, BLOCK: tl.constexpr):
-    """``BLOCK`` values of a row from ``start`` on, as f32."""
+def _values(x, pre, start, k, KIND: tl.constexpr, PRE: tl.constexpr, BLOCK: tl.constexpr, ORDERED: tl.constexpr):
+    """``BLOCK`` values of a row from ``start`` on, as f32; if ORDERED (0, 8, 1, 9, 2, ...) of each 16."""
+    if ORDERED:
+        first = start + tl.arange(0, BLOCK // 16)[:, None] * 16
+        column = first + tl.arange(0, 8)[None, :]
+        low = _load(x, pre, column, column < k, KIND, PRE)
+        high = _load(x, pre, column + 8, column + 8 < k, KIND, PRE)
+        return tl.reshape(tl.join(low, high), (BLOCK,))
     column = start + tl.arange(0, BLOCK)
     return _load(x, pre, column, column < k, KIND, PRE)
-
-
-@triton.jit
-def _in_order(data, BLOCK: tl.constexpr):
-    """Bytes in the order of ``ORDERED``."""
-    data = tl.reshape(data, (BLOCK // 64, 4, 2, 2, 2, 2))  # c, half of j, s, e, other half of j
-    return tl.reshape(tl.permute(data, (0, 3, 4, 1, 5, 2)), (BLOCK,))
 
 
 @triton.jit
@@ -110,10 +109,10 @@ def quantize(
     row = tl.program_id(0).to(tl.int64)
     x += row * k
     data += row * pitch
-    v = _values(x, pre, 0, k, KIND, PRE, BLOCK)
+    v = _values(x, pre, 0, k, KIND, PRE, BLOCK, ORDERED)
     peak = _peak(v)
     for i in tl.static_range(1, ROUNDS):
-        peak = tl.maximum(peak, _peak(_values(x, pre, i * BLOCK, k, KIND, PRE, BLOCK)))
+        peak = tl.maximum(peak, _peak(_values(x, pre, i * BLOCK, k, KIND, PRE, BLOCK, ORDERED)))
     amax = _float(peak)
     scale = tl.where(peak < 0x7F800000, tl.div_rn(amax, 448.0), float("nan"))
     factor = tl.where(peak < 0x1F800000, 1.8446744073709552e19, 1.0)  # 2^-64, and its inverse
@@ -121,7 +120,9 @@ def quantize(
     tl.store(scales + row, scale)
     for i in tl.static_range(ROUNDS):
         if ROUNDS > 1:
-            v = _values(x, pre, i * BLOCK, k, KIND, PRE, BLOCK)
+            v = _values(x, pre, i * BLOCK, k, KIND, PRE, BLOCK, ORDERED)
         column = i * BLOCK + tl.arange(0, BLOCK)
         q = _e4m3((v * factor) * inverse, CONVERT)
-        tl.store(data + column, _in_order(q, BLOCK) if ORDERED else q, mask=column < pitch)
+        if ORDERED:  # words of 4 change places
+            column = column // 64 * 64 + column // 4 % 4 * 16 + column // 16 % 4 * 4 + column % 4
+        tl.store(data + column, q, mask=column < pitch)
