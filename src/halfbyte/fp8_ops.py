@@ -20,7 +20,7 @@ from halfbyte.operands import (
     wants_gradient,
     without_gradient,
 )
-from halfbyte.remembered import forced_name, keep, key_of, on_tensors
+from halfbyte.remembered import keep, key_of, on_tensors
 from halfbyte.weight import Weight, dtype_name
 
 FEWEST: Final = 256
@@ -44,27 +44,18 @@ def kernel_for(call: Fp8Call) -> Kernel[Fp8Args, Fp8Call] | None:
     return None if first is fp8.TORCH else first
 
 
-def linear_fp8(x: Array, w: Packed | Weight | Fp8Weight, bias: Array | None, out_dtype: Any) -> Array | None:
-    """``linear`` in FP8; None where exact kernels are to run."""
+def linear_fp8(
+    x: Array, w: Packed | Weight | Fp8Weight, bias: Array | None, out_dtype: Any, precision: str | None
+) -> Array | None:
+    """``linear`` in FP8, which the weight remembers; None where exact kernels are to run."""
     held = w if isinstance(w, Fp8Weight) else as_packed(w)
-    if isinstance(held, Packed) and _few(x):
-        return None
-    try:
-        key = "fp8", key_of(x, bias, out_dtype)
-        known = held.memo.get(key)
-    except AttributeError:  # x or bias is no array, which check_arrays says
-        known = None
-    if known is not None:
-        y = known(x, bias)
-        if y is not None:
-            return y
     check_arrays(x, held, bias)
     to = dtype_name(x.dtype) if out_dtype is None else checked_dtype(out_dtype, "out_dtype")
-    return compute(x, held, bias, to, key if held is w else None)
+    return compute(x, held, bias, to, key_of(x, bias, out_dtype, precision) if held is w else None)
 
 
 def compute(x: Array, held: Packed | Fp8Weight, bias: Array | None, to: str, key: Any = None) -> Array | None:
-    """``linear_fp8`` on arrays that fit each other.
+    """``linear_fp8`` on arrays that fit each other; None where exact kernels are to run.
 
     Args:
         x: as of ``linear``.
@@ -119,13 +110,6 @@ def error_of(w: Packed | Fp8Weight) -> float | None:
         known = w.memo["fp8 error"] = version, fp8_error(weight)
     error: float = known[1]
     return error
-
-
-def _few(x: Array) -> bool:
-    """Whether exact kernels run for these activations and an NVFP4 weight, told without a look at anything else."""
-    if not (is_torch(x) and x.is_cuda and prod(x.shape[:-1]) < FEWEST):
-        return False
-    return not forced_name() or forced(Fp8Args.op) is None
 
 
 def _buffers(w: Packed | Fp8Weight) -> list[Any]:

@@ -98,40 +98,38 @@ def linear(
         LayoutError: a Weight that the layout rows cannot hold.
         NoKernelError: nothing accepts this call; the error lists each candidate and why it declined.
     """
-    if precision is not None or isinstance(w, Int8Weight | Fp8Weight):
-        how = precision_of(w, precision)
-        if how == "int8":
-            return linear_int8(x, cast("Any", w), bias, out_dtype)
-        if how == "fp8":
-            if is_torch(x) and sys.modules["torch"].compiler.is_compiling():
-                from halfbyte.torch_ops import traced_fp8
-
-                return traced_fp8(x, w if isinstance(w, Fp8Weight) else as_packed(cast("Any", w)), bias, out_dtype)
-            rounded = linear_fp8(x, cast("Any", w), bias, out_dtype)
-            if rounded is not None:
-                return rounded
-    w = cast("Packed | Weight", w)
-    if is_torch(x) and sys.modules["torch"].compiler.is_compiling():
-        from halfbyte.torch_ops import traced
-
-        packed = as_packed(w)
-        return traced(x, packed.key, packed.shape, packed.buffers(), bias, out_dtype)
-    if type(w) is Packed:
+    tracing = is_torch(x) and sys.modules["torch"].compiler.is_compiling()
+    if not tracing and (type(w) is Packed or type(w) is Fp8Weight):
         try:
-            known = w.memo.get(key_of(x, bias, out_dtype))
+            known = w.memo.get(key_of(x, bias, out_dtype, precision))
         except AttributeError:  # x or bias is no array, which check_arrays says
             known = None
         if known is not None:
             y: Array | None = known(x, bias)
             if y is not None:
                 return y
+    how = precision_of(w, precision)
+    if how == "int8":
+        return linear_int8(x, cast("Any", w), bias, out_dtype)
+    if tracing:
+        from halfbyte.torch_ops import traced, traced_fp8
+
+        if how == "fp8":
+            return traced_fp8(x, w if isinstance(w, Fp8Weight) else as_packed(cast("Any", w)), bias, out_dtype)
+        packed = as_packed(cast("Any", w))
+        return traced(x, packed.key, packed.shape, packed.buffers(), bias, out_dtype)
+    if how == "fp8":
+        rounded = linear_fp8(x, cast("Any", w), bias, out_dtype, precision)
+        if rounded is not None:
+            return rounded
+    w = cast("Packed | Weight", w)
     packed = as_packed(w)
     check_arrays(x, packed, bias)
     to = dtype_name(x.dtype) if out_dtype is None else checked_dtype(out_dtype, "out_dtype")
     if is_torch(x) and wants_gradient(x, bias):
         return without_gradient()(x, bias, lambda x: compute(x, packed, bias, to))
     if packed is w:
-        remember(x, packed, bias, out_dtype, to)
+        remember(x, packed, bias, out_dtype, to, precision)
     return compute(x, packed, bias, to)
 
 

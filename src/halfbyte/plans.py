@@ -317,12 +317,12 @@ def _why(call: Call, kernel: Kernel[Any, Any]) -> str:
         return "forced by HALFBYTE_KERNEL"
     found = choice(call, kernel.name)
     if found is not None:
-        first = pick(call.capability, call.shape, call.rows, call.dtype)[0].kernel == kernel.name
+        first = pick(call)[0].kernel == kernel.name
         n, k = found.shape
         best = "best" if first else "best of those that accept"
         if call.dtype != found.dtype:
             best += f" with {found.dtype}"
-        return f"{best} on {found.measurement['gpu']} at {n}x{k}, measured {found.measurement['date']}"
+        return f"{best} on {found.measurement['gpu']} at {n}x{k}, measured {found.measurement['date']}, {found.origin}"
     unknown = f"; nothing was measured for it on sm_{call.capability}" if call.capability else ""
     return f"first in the table that accepts{unknown}"
 
@@ -367,16 +367,15 @@ def _ranges(call: Call, runs_of: Callable[[Call], str]) -> Iterator[tuple[int, i
     points |= {end + step for end in ends(call) for step in (0, 1)}
     first, before, runs = 1, 1, runs_of(replace(call, rows=1))
     for point in sorted(points):
-        if runs_of(replace(call, rows=point)) == runs:
-            before = point
-            continue
-        low, high = before, point
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if runs_of(replace(call, rows=middle)) == runs else (low, middle)
-        if runs:
-            yield first, low, runs
-        first, before, runs = high, point, runs_of(replace(call, rows=high))
+        while runs_of(replace(call, rows=point)) != runs:
+            low, high = before, point
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if runs_of(replace(call, rows=middle)) == runs else (low, middle)
+            if runs:
+                yield first, low, runs
+            first, before, runs = high, high, runs_of(replace(call, rows=high))
+        before = point
     if runs:
         yield first, None, runs
 

@@ -26,10 +26,10 @@ _environment: Final[Any] = getattr(os.environ, "_data", {})  # os.environ.get() 
 _FORCED: Final[Any] = getattr(os.environ, "encodekey", str)("HALFBYTE_KERNEL")
 
 
-def key_of(x: Array, bias: Array | None, out_dtype: Any) -> Any:
+def key_of(x: Array, bias: Array | None, out_dtype: Any, precision: str | None) -> Any:
     """All of a call on a weight that decides what is done, but for its gradient."""
     how = None if bias is None else (bias.shape, bias.dtype, getattr(bias, "device", None))
-    return x.shape, x.dtype, getattr(x, "device", None), how, out_dtype, forced_name()
+    return x.shape, x.dtype, getattr(x, "device", None), how, out_dtype, precision, forced_name()
 
 
 def forced_name() -> Any:
@@ -37,7 +37,7 @@ def forced_name() -> Any:
     return _environment.get(_FORCED)
 
 
-def remember(x: Array, packed: Packed, bias: Array | None, out_dtype: Any, to: str) -> None:
+def remember(x: Array, packed: Packed, bias: Array | None, out_dtype: Any, to: str, precision: str | None) -> None:
     """Keep with the weight what a call like this one comes down to, if its kernel can say so.
 
     It is a function of x and bias, which gives None where it does not hold any more.
@@ -55,7 +55,7 @@ def remember(x: Array, packed: Packed, bias: Array | None, out_dtype: Any, to: s
     run, shape = kernel.bind(args), (*x.shape[:-1], n)
     buffers = list(packed.buffers().values())
     made = on_tensors(run, buffers, shape, args.out) if is_torch(x) else _on_arrays(run, shape, args.out.dtype)
-    keep(packed.memo, key_of(x, bias, out_dtype), made)
+    keep(packed.memo, key_of(x, bias, out_dtype, precision), made)
 
 
 def keep(memo: dict[Any, Any], key: tuple[Any, ...], made: Call) -> None:

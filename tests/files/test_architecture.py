@@ -72,7 +72,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "writing",
         "tiers",
     ),
-    "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
+    "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools", "tuning", "tuning_cuda"),
     "kernels": (*MEANING, "lossy", "layouts", "decode_cuda", "decode_cuda_code", "vectors", "decode_code"),
     "tiers": RUN,
     "operands": RUN,
@@ -88,11 +88,15 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "hf": (*RUN, "ops", "torch_ops", "nn"),
     "parallel": (*RUN, "ops", "torch_ops", "nn"),
     "timing": BASE,
+    "trials": (*RUN, "lossy"),
+    "tuned": BASE,
+    "tuning": (*RUN, "fp8_ops", "tuned"),
+    "tuning_cuda": (*RUN, "timing", "trials", "tuning"),
 }
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- arrays <-
 kinds, shifts <- weight <- recipes, layouts; layouts <- dialects <- checkpoint <- writing <- tools <- cli, and
 layouts, lossy <- kernels <- operands <- int8_ops, remembered <- fp8_ops <- plans <- ops <- nn; kernels <- tiers <-
-tools, for doctor."""
+tools, for doctor; kernels, timing, trials <- tuning <- tuning_cuda <- cli, for tune."""
 
 CHAINS = {
     "checkpoint": {

@@ -357,6 +357,14 @@ class TestRemembered:
         assert torch.equal(linear(self.x, w, precision="fp8"), rounded)
         assert torch.equal(linear(self.x, w), exact)
 
+    def test_that_exact_kernels_run_is_remembered(self, monkeypatch):
+        w, asked = self.held("packed"), []
+        monkeypatch.setattr(fp8_ops, "kernel_for", asked.append)
+        exact = linear(self.x, w)
+        for _ in range(3):
+            assert torch.equal(linear(self.x, w, precision="fp8"), exact)
+        assert len(asked) == 1
+
     def test_many_calls_are_forgotten_and_nothing_else(self):
         from halfbyte.remembered import keep
 

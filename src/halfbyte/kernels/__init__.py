@@ -102,7 +102,7 @@ def ordered(bundle: type[A], call: AnyCall) -> list[Kernel[A, Any]]:
     """The kernels of a bundle as ``select`` asks them: on a GPU the best measured first, then in the table's order."""
     found = [kernel for kernel in KERNELS if kernel.bundle is bundle]
     if isinstance(call, Call) and call.capability:
-        best = [choice.kernel for choice in choices.pick(call.capability, call.shape, call.rows, call.dtype)]
+        best = [choice.kernel for choice in choices.pick(call)]
         found.sort(key=lambda kernel: best.index(kernel.name) if kernel.name in best else len(best))
     return found
 

@@ -231,8 +231,12 @@ def configure(call: Fp8Call) -> Fp8:
 
 
 def configurations(call: Fp8Call) -> tuple[Fp8, ...]:
-    """Those that can pay for a call."""
-    return tuple(made for made in CONFIGURATIONS if made.tokens == 128 or call.rows > 128)
+    """Those that can pay for a call: parts only where the last wave of tiles is not full."""
+
+    def pays(made: Fp8) -> bool:
+        return (made.tokens == 128 or call.rows > 128) and (made.parts == 1 or _schedule(call, made, None).split > 0)
+
+    return tuple(made for made in CONFIGURATIONS if pays(made))
 
 
 def _schedule(call: Fp8Call, made: Fp8, index: int | None) -> Schedule:
@@ -275,8 +279,8 @@ def bind(args: Fp8Args, made: Fp8 | None = None) -> Callable[[Array, Array | Non
     numbers = (rows, n, held.items, held.whole, held.share, held.parts, held.along_n, held.along_m, held.steps)
     grid = (held.grid, 1, 1)
     fits = n * args.out.element_size() % ALIGNED == 0
-    programs = {whole: _program(call, bias_type, made, device, whole, held.split > 0) for whole in {fits, False}}
-    first = programs[fits]
+    first = _program(call, bias_type, made, device, fits, held.split > 0)
+    programs = {fits: first}
     codes = first.tensor(0, buffers["codes"].data_ptr(), (-(-n // TILE), 8 * units, 16))
     scales = first.tensor(1, buffers["scales"].data_ptr(), (-(-n // TILE), 16 * units))
     known: dict[tuple[int, int], Tensor] = {}
@@ -307,6 +311,8 @@ def bind(args: Fp8Args, made: Fp8 | None = None) -> Callable[[Array, Array | Non
             counters(device, of_counts).data_ptr() if of_counts else None,
             *numbers,
         )
+        if whole not in programs:
+            programs[whole] = _program(call, bias_type, made, device, whole, held.split > 0)
         programs[whole](grid, values)
 
     return run
@@ -329,8 +335,8 @@ def load(call: Fp8Call, made: Fp8 | None = None) -> None:
     import torch
 
     made = configure(call) if made is None else made
-    device = torch.device("cuda", torch.cuda.current_device())
-    quantizer(device, call.dtype, call.shape[-1], ordered=True, pre_scale=call.pre_scale, early=True)
+    device, k = torch.device(call.device), call.shape[-1]
+    quantizer(device, call.dtype, k, ordered=True, pre_scale=call.pre_scale, early=True, capability=call.capability)
     whole = call.shape[0] * _size(call.out_dtype) % ALIGNED == 0
     _program(call, "*fp32", made, device, whole, _schedule(call, made, device.index).split > 0)
 
@@ -346,4 +352,6 @@ GLUON: Final = Kernel(
     bind=bind,
     configure=configure,
     scratch=scratch,
+    configurations=configurations,
+    compile=load,
 )

@@ -79,12 +79,19 @@ def specified(
 
 
 def quantizer(
-    device: Any, dtype: str, k: int, *, ordered: bool, pre_scale: bool = False, early: bool = False
+    device: Any,
+    dtype: str,
+    k: int,
+    *,
+    ordered: bool,
+    pre_scale: bool = False,
+    early: bool = False,
+    capability: int | None = None,
 ) -> Quantizer:
     """A function that launches the kernel; see ``Quantizer``.
 
-    The rows of x have no gaps; x and data begin at multiples of 16 bytes. Data are (M, ``pitch(k, ordered)``) u8 with zeros from
-    K on, scales (M,) f32, pre_scale (K,) f32.
+    The rows of x have no gaps; x and data begin at multiples of 16 bytes. Data are (M, ``pitch(k, ordered)``) u8 with
+    zeros from K on, scales (M,) f32, pre_scale (K,) f32.
 
     Args:
         device: of torch's, with an index; the CPU under Triton's interpreter.
@@ -95,10 +102,11 @@ def quantizer(
         pre_scale: x is multiplied by one first.
         early: it starts before the kernel ahead of it ends, and lets the one behind it do so, which then waits
             (``griddepcontrol.wait``) before it reads the data or scales.
+        capability: of the device; None to ask it.
     """
     from halfbyte.kernels.cuda.fp8_quantize_code import quantize
 
-    capability = _capability(device)
+    capability = _capability(device) if capability is None else capability
     signature, constants, warps = specified(
         dtype, k, capability=capability, ordered=ordered, pre_scale=pre_scale, early=early
     )

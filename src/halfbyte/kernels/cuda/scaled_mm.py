@@ -70,26 +70,27 @@ def bind(args: Fp8Args) -> Callable[[Array, Array | None, Array], None]:
     width, at, needed = pitch(k), scales_at(m, k), nbytes(m, k)
     whole = not n % ALIGNED
     at_once = args.bias is None or args.bias.dtype == dtype != torch.float32
-    held: list[Any] = [None, None, None]
+    multiply, factor = torch._scaled_mm, None if pre is None else pre.data_ptr()
+    held: tuple[Any, Any, Any] = None, None, None
 
     def run(x: Any, bias: Any, out: Any) -> None:
+        nonlocal held
         memory = workspace(device, needed)
-        if memory is held[0]:
-            _, data, scales = held
-        else:
+        known, data, scales = held
+        if memory is not known:
             data = memory[: m * width].view(torch.float8_e4m3fn).view(m, width)
             scales = memory[at : at + 4 * m].view(torch.float32).view(m, 1)
             if not torch._C._cuda_isCurrentStreamCapturing():
-                held[:] = memory, data, scales
-        quantize(m, x.data_ptr(), None if pre is None else pre.data_ptr(), data.data_ptr(), scales.data_ptr())
+                held = memory, data, scales
+        start = memory.data_ptr()
+        quantize(m, x.data_ptr(), factor, start, start + at)
         if whole and at_once:
-            torch._scaled_mm(data, b, scales, scale, bias, out_dtype=dtype, use_fast_accum=FAST, out=out)
+            multiply(data, b, scales, scale, bias, None, dtype, FAST, out=out)
         elif at_once:
             added = None if bias is None else torch.nn.functional.pad(bias, (0, -n % ALIGNED))
-            wide = torch._scaled_mm(data, b, scales, scale, added, out_dtype=dtype, use_fast_accum=FAST)
-            out.copy_(wide[:, :n])
+            out.copy_(multiply(data, b, scales, scale, added, None, dtype, FAST)[:, :n])
         else:
-            wide = torch._scaled_mm(data, b, scales, scale, out_dtype=torch.float32, use_fast_accum=FAST)
+            wide = multiply(data, b, scales, scale, None, None, torch.float32, FAST)
             torch.add(wide[:, :n], bias, out=out)
 
     return run
