@@ -61,7 +61,6 @@ class Gemm:
         parts: of K, of tiles that are split.
         all: all tiles are split, not only those of the last, partial wave.
         group: tiles along M that follow each other before N goes on.
-        ahead: a step is multiplied while the one ahead of it still is.
     """
 
     consumers: int = 2
@@ -72,7 +71,6 @@ class Gemm:
     parts: int = 1
     all: bool = False
     group: int = 8
-    ahead: bool = True
 
     @property
     def features(self) -> int:
@@ -206,7 +204,6 @@ def constants(call: Call, made: Gemm, whole: bool, split: bool) -> dict[str, Any
         "DECODE": decode_code(call.dtype),
         "SCALES": scales_code(call.dtype),
         "FACTOR": FACTOR,
-        "AHEAD": made.ahead,
     }
 
 
