@@ -6,10 +6,12 @@ For each shape and M all kernels that accept the product take turns with the pee
 of the weight fill 300 MB at least. What is timed is checked: the result is poisoned, the graph replayed, 1280 rows
 of the weight, spread over N, compared with a product in float64, and the rest looked at for what nobody wrote.
 
-"ideal" is max(1.3 us + bytes / 4.6 TB/s, operations / 783 TFLOP/s) on an H200, the same in each run. What has bounds is
-what ``plan`` picks, marked with a star. Two probes tell whether the run was a good one: a read of 4.3 GB, and a bf16
-product of 8192x8192x8192 by cuBLAS. Peers: cuBLAS with bf16 weights, cuBLAS with FP8 weights (twice the bytes, other
-results) and activations that are FP8 before, and Humming; they get N = 248064 where ours is 248077.
+"ideal" is max(1.3 us + bytes / 4.6 TB/s, operations / 783 TFLOP/s) on an H200, the same in each run; FP8 has twice as
+many operations. What has bounds is what ``plan`` picks, marked with a star, also with ``precision="fp8"``; beside the
+latter stands the resident FP8 twin, and both quantize the activations. Two probes tell whether the run was a good one:
+a read of 4.3 GB, and a bf16 product of 8192x8192x8192 by cuBLAS. Peers: cuBLAS with bf16 weights, cuBLAS with FP8
+weights (twice the bytes, other results) and activations that are FP8 before, and Humming; they get N = 248064 where
+ours is 248077.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from benchmarks.gpu_report import Case, Measured
 from benchmarks.gpu_subjects import Candidate, Result, Weights
 from benchmarks.gpu_timing import Timed
 from benchmarks.timing import Figure, Row
-from halfbyte.kernels import KERNELS, LinearArgs
+from halfbyte.kernels import KERNELS, Fp8Args, LinearArgs
 from halfbyte.kernels.cuda.ceilings import CEILINGS
 from halfbyte.numerics import BLOCK
 
@@ -116,6 +118,7 @@ class Bench:
         yield "halfbyte", lambda: gpu_subjects.ours(weights, x, result)
         if whole is not weights:
             yield "halfbyte", lambda: [replace(gpu_subjects.ours(whole, x, result)[0], kind="whole")]
+        yield "halfbyte fp8", lambda: gpu_subjects.ours_in_fp8(weights, x, result)
         if self.options.peers and self.device == "cuda":
             yield "cublas", lambda: [gpu_subjects.bf16(whole, x, result)]
             if x.dtype is torch.bfloat16:
@@ -237,8 +240,8 @@ def compile_ahead(options: argparse.Namespace) -> None:
     start = time.time()
     shapes = list(dict.fromkeys([*options.shapes, HOST_SHAPE, *whole(options.shapes)]))
     layouts = [layout.format(dtype=options.dtype) for layout in gpu_subjects.LAYOUTS[:-1]]
-    mine = [kernel.name for kernel in KERNELS if kernel.bundle is LinearArgs]
-    names = [name for name in mine if not name.startswith(("cpu-", "reference-"))]
+    mine = [kernel.name for kernel in KERNELS if kernel.bundle in (LinearArgs, Fp8Args)]
+    names = [name for name in mine if not name.startswith(("cpu-", "reference-", "fp8-"))]
     peers = whole(options.shapes) if options.humming else []
     for line in gpu_ahead.compile_ahead(layouts, names, shapes, options.rows, options.dtype, peers):
         print(f"not compiled: {line}")

@@ -32,7 +32,7 @@ def product(layout: str, shape: Shape, name: str, dtype: str, rows: Sequence[int
     """With what a kernel has for each of these numbers of tokens, if it accepts them."""
     import torch
 
-    from halfbyte.kernels import KERNELS, LinearArgs
+    from halfbyte.kernels import KERNELS
     from halfbyte.layouts import Packed, parse
 
     (kernel,) = (kernel for kernel in KERNELS if kernel.name == name)
@@ -42,7 +42,7 @@ def product(layout: str, shape: Shape, name: str, dtype: str, rows: Sequence[int
     packed = Packed(how, shape, buffers | {"scale2": torch.ones(1, 1, device="cuda")})
     for m in rows:
         x = torch.zeros(m, shape[1], dtype=getattr(torch, dtype), device="cuda")
-        args = LinearArgs(x=x, weight=packed, bias=None, out=x.new_zeros(m, shape[0]))
+        args = kernel.bundle(x=x, weight=packed, bias=None, out=x.new_zeros(m, shape[0]))
         if not kernel.refuse(args.call()):
             kernel.run(args)
     torch.cuda.synchronize()

@@ -16,8 +16,9 @@ from benchmarks.gpu_bounds import Bound
 from benchmarks.timing import Figure, Row
 from halfbyte.kernels.cuda.ceilings import Ceiling
 
-Kind = Literal["default", "other", "whole", "peer"]
-"""Ours that ``plan`` picks, ours that it does not, the default with a whole N beside a ragged one, and others'."""
+Kind = Literal["default", "other", "whole", "fp8", "twin", "peer"]
+"""Ours that ``plan`` picks, ours that it does not, the default with a whole N beside a ragged one, what it picks with
+``precision="fp8"``, ours with a resident FP8 twin, and others'."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Case:
     def __str__(self) -> str:
         return f"M={self.rows} {self.n}x{self.k}"
 
-    def ideal(self, n: int) -> float | None:
-        return gpu_bounds.ideal(self.ceiling, n, self.k, self.rows) if self.ceiling else None
+    def ideal(self, n: int, kind: Kind = "default") -> float | None:
+        return gpu_bounds.ideal(self.ceiling, n, self.k, self.rows, kind) if self.ceiling else None
 
     def bound(self, of: Bound | None) -> Bound | tuple[None, None]:
         return of if of and self.ceiling else (None, None)
@@ -61,15 +62,18 @@ def row(case: Case, one: Measured, beside: Iterable[Measured]) -> Row:
     """What is said of a candidate; of the default, how it stands beside the others of its turns."""
     n, k, rows = one.n, case.k, case.rows
     figures = []
-    if ideal := case.ideal(n):
+    if ideal := case.ideal(n, one.kind):
         bound = gpu_bounds.share(n, k, rows) if one.kind == "default" else None
         figures.append(Figure("of ideal", ideal / one.seconds, *case.bound(bound)))
-    figures.append(Figure("GB/s", gpu_bounds.moved(n, k, rows) / one.seconds * 1e-9))
+    figures.append(Figure("GB/s", gpu_bounds.moved(n, k, rows, one.kind) / one.seconds * 1e-9))
     figures.append(Figure("TFLOP/s", 2e-12 * rows * n * k / one.seconds))
-    error = None if one.kind == "peer" else gpu_bounds.ERROR[case.dtype]
-    figures.append(Figure("relative error", one.error, *case.bound(error), least=False))
+    allowed = gpu_bounds.FP8_ERROR if one.kind in gpu_bounds.FP8 else gpu_bounds.ERROR[case.dtype]
+    bound = None if one.kind == "peer" else allowed
+    figures.append(Figure("relative error", one.error, *case.bound(bound), least=False))
     if one.kind == "default":
         figures += _beside(case, one, list(beside))
+    if one.kind == "fp8":
+        figures += _fp8_beside(case, one, list(beside))
     facts = {"kind": one.kind, "n": n, "k": k, "rows": rows, "dtype": case.dtype, **one.facts}
     return Row(str(case), one.who, one.seconds, one.best, tuple(figures), facts)
 
@@ -79,7 +83,8 @@ def _beside(case: Case, default: Measured, others: list[Measured]) -> list[Figur
     figures = []
     for other in others:
         if other.kind == "peer":
-            bound = gpu_bounds.over_humming(n, k, rows) if other.who == "humming" else None
+            over = {"humming": gpu_bounds.over_humming, "cublas bfloat16": gpu_bounds.over_cublas}.get(other.who)
+            bound = over(n, k, rows) if over else None
             figures.append(Figure(f"x {other.who}", other.seconds / default.seconds, *case.bound(bound)))
         elif other.kind == "whole":
             name, bound = f"x the time of N={other.n}", gpu_bounds.RAGGED
@@ -94,6 +99,21 @@ def _beside(case: Case, default: Measured, others: list[Measured]) -> list[Figur
     return figures
 
 
+def _fp8_beside(case: Case, fp8: Measured, others: list[Measured]) -> list[Figure]:
+    figures = []
+    bounded = case.rows >= gpu_bounds.FP8_ROWS
+    for other in others:
+        if other.kind == "default":
+            bound = case.bound(gpu_bounds.FP8_OVER_EXACT if bounded else None)
+            figures.append(Figure("x the exact product", other.seconds / fp8.seconds, *bound))
+        elif other.kind == "twin":
+            bound = case.bound(gpu_bounds.FP8_BESIDE_TWIN if bounded else None)
+            figures.append(Figure(f"x the time of {other.who}", fp8.seconds / other.seconds, *bound, least=False))
+        elif other.kind == "peer":
+            figures.append(Figure(f"x {other.who}", other.seconds / fp8.seconds))
+    return figures
+
+
 def line(case: Case, rows: Iterable[Row]) -> str:
     """All rows of a case: microseconds, of ours the share of ideal, and what missed its bound."""
     ideal = case.ideal(case.n)
@@ -102,10 +122,12 @@ def line(case: Case, rows: Iterable[Row]) -> str:
         if one.seconds is None:
             said.append(f"{one.who}: {one.missing}")
             continue
-        name = {"default": f"*{one.who}", "whole": f"{one.who} N={one.facts['n']}"}.get(one.facts["kind"], one.who)
-        if one.facts["kind"] == "other" and "fragments" not in one.facts["layout"]:
+        kind = one.facts["kind"]
+        names = {"default": f"*{one.who}", "fp8": f"*{one.who}", "whole": f"{one.who} N={one.facts['n']}"}
+        name = names.get(kind, one.who)
+        if kind == "other" and "fragments" not in one.facts["layout"]:
             name += f" {one.facts['layout'].split('(')[0]}"
-        share = f" ({one.figures[0].value:.2f})" if ideal and one.facts["kind"] != "peer" else ""
+        share = f" ({one.figures[0].value:.2f})" if ideal and kind != "peer" else ""
         missed = "".join(f" [{figure}]" for figure in one.figures if figure.met is False)
         said.append(f"{name} {one.seconds * 1e6:.1f}{share}{missed}")
     return f"{case!s:<20} {f'ideal {ideal * 1e6:.1f}, ' if ideal else ''}us: {', '.join(said)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from halfbyte.errors import UsageError
 from halfbyte.kernels import Int8Args, Int8Call, select
 from halfbyte.kernels.base import device_of, library_of
 from halfbyte.kinds import Int8Weight
@@ -22,17 +21,6 @@ from halfbyte.operands import (
     without_gradient,
 )
 from halfbyte.weight import Weight, dtype_name
-
-PRECISIONS = ("exact", "int8")
-
-
-def rounds(w: Any, precision: str | None) -> bool:
-    """Whether INT8 is asked for; UsageError where the precision is unknown or the weight cannot give it."""
-    if precision not in (None, *PRECISIONS):
-        raise UsageError("unknown precision", got=repr(precision), expected=" or ".join(map(repr, PRECISIONS)))
-    if isinstance(w, Int8Weight) and precision == "exact":
-        raise UsageError("an INT8 weight is rounded", got="precision 'exact'", expected="the NVFP4 weight, or 'int8'")
-    return precision == "int8"
 
 
 def twin_of(w: Packed | Int8Weight) -> Int8Weight:

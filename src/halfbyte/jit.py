@@ -226,12 +226,17 @@ def _most_threads() -> int:
     return int(config.NUMBA_NUM_THREADS)
 
 
-def cache_folder() -> Path:
-    """Where machine code of this source and these versions is kept; it need not exist, nor be a place for files."""
+def user_folder() -> Path:
+    """Where files of ours that belong to the user are kept; it need not exist, nor be a place for files."""
     home = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")  # noqa: PTH111 (raises nothing)
     if home.startswith("~"):  # the user has none
         home = os.devnull
-    return Path(home) / "halfbyte" / f"code-{_digest()}"
+    return Path(home) / "halfbyte"
+
+
+def cache_folder() -> Path:
+    """Where machine code of this source and these versions is kept, likewise."""
+    return user_folder() / f"code-{_digest()}"
 
 
 @functools.cache

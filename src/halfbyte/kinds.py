@@ -123,6 +123,7 @@ class Fp8Weight(Immutable):
     input_scale: Array | None
     pre_scale: Array | None
     error: float | None
+    memo: dict[Any, Any]
 
     def __init__(
         self,
@@ -156,7 +157,11 @@ class Fp8Weight(Immutable):
             input_scale=None if input_scale is None else frozen(input_scale.reshape(())),
             pre_scale=None if pre_scale is None else frozen(checked_pre_scale(pre_scale, k, data)),
             error=error,
+            memo={},
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"memo": {}}
 
     def __repr__(self) -> str:
         return f"Fp8Weight(shape={self.shape}, scale {tuple(self.scale.shape)}, {library(self.data)})"

@@ -44,12 +44,15 @@ _INT8_MAX: Final = 127
 
 
 def _fp8_tables() -> tuple[Any, Any, Any]:
-    """By scale byte * 256 + byte of codes: two E4M3 bytes as an i16, their squared error, and the squared values."""
+    """By scale byte * 256 + byte of codes: two E4M3 bytes as an i16, their squared error, and the squared values.
+
+    Of NaN scales, which no twin has, these are 0.
+    """
     values = E4M3_VALUES[:, None, None] * E2M1_PAIRS  # exact; a sixth in f32 rounds to the nearest, too
     data = encode_e4m3(values / np.float32(E2M1_MAX))
     exact = values.astype(np.float64)
     lost = np.square(E4M3_VALUES[data] * E2M1_MAX - exact).sum(-1)
-    return data.view(np.int16).reshape(-1), lost.reshape(-1), np.square(exact).sum(-1).reshape(-1)
+    return data.view(np.int16).reshape(-1), *(np.nan_to_num(a).reshape(-1) for a in (lost, np.square(exact).sum(-1)))
 
 
 _FP8_PAIRS, _FP8_LOST, _SQUARES = _fp8_tables()
@@ -75,14 +78,30 @@ def to_fp8(weight: Weight) -> Fp8Weight:
         scale = _finite(weight.scale2 * E2M1_MAX)
     lost = total = 0.0
     for at, codes, scales, scale2 in _pieces(weight):
-        rows, blocks = scales.shape
-        both = _integers(codes).reshape(rows, blocks, BLOCK // 2) + _integers(scales)[..., None] * 256
-        index = both.reshape(rows, -1)
+        index = _indices(codes, scales)
         data[at] = lookup(_FP8_PAIRS, index).view(data.dtype)[:, : weight.k]
         square = scale2[:, 0] ** 2
-        lost = lost + (lookup(_FP8_LOST, index).sum(-1) * square).sum()
-        total = total + (lookup(_SQUARES, index).sum(-1) * square).sum()
+        lost, total = lost + _weighed(_FP8_LOST, index, square), total + _weighed(_SQUARES, index, square)
     return Fp8Weight(data=data, scale=scale, pre_scale=weight.pre_scale, error=_relative(lost, total))
+
+
+def fp8_error(weight: Weight) -> float:
+    """What ``to_fp8`` would state as its error; makes no twin.
+
+    Args:
+        weight: (*E, N, K), NumPy or torch on any device.
+
+    Raises:
+        WeightError: a null weight, or a NaN block scale (with its index).
+    """
+    _check(weight)
+    if is_torch(weight.codes) and weight.codes.device.type == "cpu":
+        weight = weight.numpy()  # which looks up 30 times as fast
+    lost = total = 0.0
+    for _, codes, scales, scale2 in _pieces(weight):
+        index, square = _indices(codes, scales), scale2[:, 0] ** 2
+        lost, total = lost + _weighed(_FP8_LOST, index, square), total + _weighed(_SQUARES, index, square)
+    return _relative(lost, total)
 
 
 def to_int8(weight: Weight) -> Int8Weight:
@@ -138,6 +157,18 @@ def _pieces(weight: Weight) -> Iterator[tuple[tuple[Any, ...], Array, Array, Arr
                 row, block = (int(i) for i in (nan.nonzero()[0] if is_torch(nan) else np.argwhere(nan)[0]))
                 raise WeightError("a block scale is NaN", index=[*expert, start + row, block])
             yield at, without_padding(weight.codes[at], k), scales, _doubles(scale2[at])
+
+
+def _indices(codes: Array, scales: Array) -> Array:
+    """(rows, K/2) i32, where the tables have the two products of each byte of codes."""
+    rows, blocks = scales.shape
+    both = _integers(codes).reshape(rows, blocks, BLOCK // 2) + _integers(scales)[..., None] * 256
+    return both.reshape(rows, -1)
+
+
+def _weighed(table: Any, index: Array, square: Array) -> Any:
+    """What a table has for the products of rows, each times its square of scale2, summed up."""
+    return (lookup(table, index).sum(-1) * square).sum()
 
 
 def _empty(weight: Weight, dtype: Any, columns: int | None = None) -> Array:

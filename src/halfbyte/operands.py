@@ -10,12 +10,27 @@ import numpy as np
 
 from halfbyte.errors import UsageError
 from halfbyte.kernels.base import ALIGNED, check_kind
-from halfbyte.kinds import Int8Weight
+from halfbyte.kinds import Fp8Weight, Int8Weight
 from halfbyte.layouts import Packed, Rows
 from halfbyte.numerics import Array, is_torch
 from halfbyte.weight import Mxfp4Weight, Weight, dtype_name, float_dtype
 
 DTYPES = ("float32", "bfloat16", "float16")
+PRECISIONS = ("exact", "int8", "fp8")
+
+
+def precision_of(w: Any, precision: str | None) -> str:
+    """The precision of a call on a weight; UsageError where it is unknown or the weight cannot give it."""
+    if precision not in (None, *PRECISIONS):
+        raise UsageError("unknown precision", got=repr(precision), expected=" or ".join(map(repr, PRECISIONS)))
+    own = "int8" if isinstance(w, Int8Weight) else "fp8" if isinstance(w, Fp8Weight) else None
+    if own is not None and precision not in (None, own):
+        raise UsageError(
+            f"an {own.upper()} weight is rounded",
+            got=f"precision {precision!r}",
+            expected=f"the NVFP4 weight, or {own!r}",
+        )
+    return own or precision or "exact"
 
 
 def as_packed(weight: Packed | Weight) -> Packed:
@@ -33,7 +48,7 @@ def as_packed(weight: Packed | Weight) -> Packed:
     raise UsageError("not a weight", got=type(weight).__name__, expected="a Packed or a Weight", hint=hint)
 
 
-def check_arrays(x: Array, packed: Packed | Int8Weight, bias: Array | None) -> None:
+def check_arrays(x: Array, packed: Packed | Int8Weight | Fp8Weight, bias: Array | None) -> None:
     """UsageError where x, weight and bias are not of one library, one device and fitting shapes."""
     n, k = packed.shape[-2:]
     check_float(x, "x")
@@ -129,6 +144,6 @@ def without_gradient() -> Callable[[Array, Array | None, Callable[[Array], Array
     return apply
 
 
-def scale_of(w: Packed | Int8Weight) -> Array:
+def scale_of(w: Packed | Int8Weight | Fp8Weight) -> Array:
     """The array that tells the library and device of a weight."""
-    return w.scale if isinstance(w, Int8Weight) else w.buffers()["scale2"]
+    return w.buffers()["scale2"] if isinstance(w, Packed) else w.scale

@@ -11,9 +11,10 @@ from math import prod
 from typing import Any, cast
 
 from halfbyte.errors import UsageError
-from halfbyte.int8_ops import linear_int8, rounds
+from halfbyte.fp8_ops import linear_fp8
+from halfbyte.int8_ops import linear_int8
 from halfbyte.kernels import AttentionArgs, LinearArgs, select
-from halfbyte.kinds import Int8Weight
+from halfbyte.kinds import Fp8Weight, Int8Weight
 from halfbyte.layouts import Layout, Packable, Packed, parse
 from halfbyte.numerics import Array, is_torch
 from halfbyte.operands import (
@@ -23,6 +24,7 @@ from halfbyte.operands import (
     checked_dtype,
     contiguous,
     empty,
+    precision_of,
     wants_gradient,
     without_gradient,
 )
@@ -65,23 +67,26 @@ def unpack(packed: Packed) -> Packable:
 
 def linear(
     x: Array,
-    w: Packed | Weight | Int8Weight,
+    w: Packed | Weight | Int8Weight | Fp8Weight,
     bias: Array | None = None,
     *,
     out_dtype: Any = None,
     precision: str | None = None,
 ) -> Array:
-    """Apply an NVFP4 weight, or its INT8 twin, to activations: ``x @ dequantize(w).T + bias``.
+    """Apply an NVFP4 weight, or a rounded twin of it, to activations: ``x @ dequantize(w).T + bias``.
 
     Args:
         x: (..., K) float32, bfloat16 or float16; leading axes may be empty or absent.
         w: (N, K) in a layout that some kernel accepts on x's device; a Weight is packed as rows first.
         bias: (N,) float32, bfloat16 or float16.
         out_dtype: of the result; by default x's.
-        precision: "exact", the default for NVFP4, or "int8", the default for an Int8Weight and never chosen otherwise:
-            activations are rounded to 8 bits for each token, the weight is its ``to_int8``, which is made once and
-            kept with a Packed (N * K bytes). ``halfbyte.kernels.int8`` states the bound: about 1.2 % of the result's
-            norm for Gaussian values. A token with Inf or NaN gives NaN.
+        precision: "exact", the default for NVFP4; "int8" and "fp8" are never chosen unasked, but by an Int8Weight or an
+            Fp8Weight. In both, activations are rounded for each token, and one with Inf or NaN gives NaN.
+            "int8": the weight is its ``to_int8``, which is made once and kept with a Packed (N * K bytes).
+            ``halfbyte.kernels.int8`` states the bound: about 1.2 % of the result's norm for Gaussian values.
+            "fp8": the weight is rounded as by ``to_fp8``, on its way into a kernel: nothing is kept. On a GPU that is
+            from 256 tokens on, where a kernel does so; other calls are exact, and ``plan`` tells which.
+            ``halfbyte.kernels.fp8`` states what is computed: about 3 % of the result's norm for Gaussian values.
 
     Returns:
         (..., N). If exact, products are summed in float32, scale2 multiplies the sum once, the bias is added in
@@ -93,30 +98,38 @@ def linear(
         LayoutError: a Weight that the layout rows cannot hold.
         NoKernelError: nothing accepts this call; the error lists each candidate and why it declined.
     """
-    if (precision is not None or type(w) is Int8Weight) and (rounds(w, precision) or isinstance(w, Int8Weight)):
-        return linear_int8(x, w, bias, out_dtype)
-    w = cast("Packed | Weight", w)
-    if is_torch(x) and sys.modules["torch"].compiler.is_compiling():
-        from halfbyte.torch_ops import traced
-
-        packed = as_packed(w)
-        return traced(x, packed.key, packed.shape, packed.buffers(), bias, out_dtype)
-    if type(w) is Packed:
+    tracing = is_torch(x) and sys.modules["torch"].compiler.is_compiling()
+    if not tracing and (type(w) is Packed or type(w) is Fp8Weight):
         try:
-            known = w.memo.get(key_of(x, bias, out_dtype))
+            known = w.memo.get(key_of(x, bias, out_dtype, precision))
         except AttributeError:  # x or bias is no array, which check_arrays says
             known = None
         if known is not None:
             y: Array | None = known(x, bias)
             if y is not None:
                 return y
+    how = precision_of(w, precision)
+    if how == "int8":
+        return linear_int8(x, cast("Any", w), bias, out_dtype)
+    if tracing:
+        from halfbyte.torch_ops import traced, traced_fp8
+
+        if how == "fp8":
+            return traced_fp8(x, w if isinstance(w, Fp8Weight) else as_packed(cast("Any", w)), bias, out_dtype)
+        packed = as_packed(cast("Any", w))
+        return traced(x, packed.key, packed.shape, packed.buffers(), bias, out_dtype)
+    if how == "fp8":
+        rounded = linear_fp8(x, cast("Any", w), bias, out_dtype, precision)
+        if rounded is not None:
+            return rounded
+    w = cast("Packed | Weight", w)
     packed = as_packed(w)
     check_arrays(x, packed, bias)
     to = dtype_name(x.dtype) if out_dtype is None else checked_dtype(out_dtype, "out_dtype")
     if is_torch(x) and wants_gradient(x, bias):
         return without_gradient()(x, bias, lambda x: compute(x, packed, bias, to))
     if packed is w:
-        remember(x, packed, bias, out_dtype, to)
+        remember(x, packed, bias, out_dtype, to, precision)
     return compute(x, packed, bias, to)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import log2, prod
 from typing import Any
@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.int8_ops import rounds, twin_of
+from halfbyte.fp8_ops import FEWEST, error_of, kernel_for
+from halfbyte.int8_ops import twin_of
 from halfbyte.kernels import (
     KERNELS,
     Call,
     EmbeddingArgs,
     EmbeddingCall,
+    Fp8Call,
     Int8Args,
     Int8Call,
     Kernel,
@@ -24,17 +26,20 @@ from halfbyte.kernels import (
     select,
 )
 from halfbyte.kernels.base import Library, capability, library_of
-from halfbyte.kernels.cuda import launch
-from halfbyte.kernels.cuda.ceilings import CEILINGS
+from halfbyte.kernels.cuda import launch, scaled_mm
+from halfbyte.kernels.cuda.ceilings import CEILINGS, Ceiling
 from halfbyte.kernels.cuda.choices import Choice, choice, ends, pick
-from halfbyte.kinds import Int8Weight
+from halfbyte.kinds import Fp8Weight, Int8Weight
 from halfbyte.layouts import Packed
 from halfbyte.numerics import is_torch
-from halfbyte.operands import as_packed, checked_dtype, scale_of
+from halfbyte.operands import as_packed, checked_dtype, precision_of, scale_of
 from halfbyte.weight import Weight
 
 _MOST_ROWS = 1 << 17
 """Ranges of rows are looked for up to here."""
+
+FP8_ACTIVATIONS = 0.0265
+"""What activations lose by rounding to FP8, of their norm, where they are Gaussian; tests measure it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +79,11 @@ class Plan:
         call = self.call
         *experts, n, k = call.shape
         shape = "".join(f"E={e} " for e in experts) + f"N={n} K={k} M={call.rows}"
-        form, place = (
-            (f"layout {call.layout.key}", call.place) if isinstance(call, Call) else ("INT8 rows", call.device)
-        )
+        if isinstance(call, Int8Call):
+            form, place = "INT8 rows", call.device
+        else:
+            twin = isinstance(call, Fp8Call) and call.resident
+            form, place = "FP8 rows" if twin else f"layout {call.layout.key}", call.place
         lines = [
             ("op", f"{call.op} {shape}, {form}"),
             ("arrays", f"{call.library} on {place}, {call.dtype} to {call.out_dtype}"),
@@ -101,7 +108,7 @@ class Plan:
 
 def plan(
     op: str,
-    weight: Packed | Weight | Int8Weight,
+    weight: Packed | Weight | Int8Weight | Fp8Weight,
     *,
     rows: int,
     dtype: Any = "bfloat16",
@@ -121,7 +128,8 @@ def plan(
         device: such as "cpu" or "cuda:0"; "cuda:sm_90" is a GPU of that compute capability, which need not be there.
         out_dtype: of the result; by default ``dtype``.
         library: "torch" or "numpy"; by default that of the weight's arrays, and torch beside the CPU.
-        precision: as for ``linear``; "int8" makes the twin if there is none yet, to tell its error.
+        precision: as for ``linear``; "int8" makes the twin if there is none yet, to tell its error, and "fp8" measures
+            that of the weight's rounding once.
 
     Raises:
         UsageError: an argument that cannot be meant.
@@ -135,28 +143,30 @@ def plan(
     if kind != "cpu":
         library = library or "torch"
     if op == EmbeddingArgs.op:
-        if isinstance(weight, Int8Weight) or precision is not None:
-            raise UsageError("an embedding is exact", got="an Int8Weight or a precision", expected="an NVFP4 weight")
+        if isinstance(weight, Int8Weight | Fp8Weight) or precision is not None:
+            raise UsageError("an embedding is exact", got="a twin or a precision", expected="an NVFP4 weight")
         return _plan_embedding(weight, rows, dtype if out_dtype is None else out_dtype, kind, sm, gpu, library)
-    if rounds(weight, precision) or isinstance(weight, Int8Weight):
-        return _plan_int8(weight, rows, dtype, kind, out_dtype, library)
-    packed = as_packed(weight)
-    call = Call.on(
-        packed,
-        rows=rows,
-        dtype=checked_dtype(dtype, "dtype"),
-        out_dtype=checked_dtype(dtype if out_dtype is None else out_dtype, "out_dtype"),
-        device=kind,
-        library=library or library_of(packed.buffers()["scale2"]),
-        bias=False,
-        capability=sm,
-    )
+    how = precision_of(weight, precision)
+    held: Any = weight if isinstance(weight, Int8Weight | Fp8Weight) else as_packed(weight)
+    of: dict[str, Any] = {
+        "rows": rows,
+        "dtype": checked_dtype(dtype, "dtype"),
+        "out_dtype": checked_dtype(dtype if out_dtype is None else out_dtype, "out_dtype"),
+        "device": kind,
+        "library": library or library_of(scale_of(held)),
+        "bias": False,
+    }
+    if how == "int8":
+        return _plan_int8(weight, held, Int8Call.on(held, **of))
+    if how == "fp8":
+        return _plan_fp8(weight, held, Fp8Call.of(held, **of, capability=sm), gpu)
+    return _plan_exact(weight, held, Call.on(held, **of, capability=sm), gpu)
+
+
+def _plan_exact(weight: Any, packed: Packed, call: Call, gpu: str | None) -> Plan:
     kernel = select(LinearArgs, call)
     cost = kernel.cost(call)
-    unaligned = " or do not begin at a multiple of 16 bytes" if kind == "cuda" else ""
-    notes = [f"activations that are not contiguous{unaligned} are copied once: {rows * packed.shape[-1]:,} values"]
-    if isinstance(weight, Weight):
-        notes.append("the weight is packed as rows in each call; pack it once")
+    notes = list(_copies(weight, call))
     notes.extend(_launches(kernel))
     return Plan(
         call=call,
@@ -168,10 +178,67 @@ def plan(
         extra_bytes=0 if isinstance(weight, Packed) else _unshared_bytes(packed, weight),
         notes=tuple(notes),
         configuration=_configuration(kernel, call),
-        ranges=tuple(_ranges(call)) if sm else (),
-        time=_time(call, kernel, gpu) if sm else "",
+        ranges=tuple(_ranges(call, _runs)) if call.capability else (),
+        time=_time(call, kernel, gpu) if call.capability else "",
         scratch_bytes=kernel.scratch(call) if kernel.scratch else 0,
     )
+
+
+def _plan_fp8(weight: Any, held: Packed | Fp8Weight, call: Fp8Call, gpu: str | None) -> Plan:
+    kernel = kernel_for(call)
+    lost = error_of(held)
+    measured = "unknown: the twin does not state it" if lost is None else f"{lost:.4f} of its norm, measured"
+    notes = [
+        f"error of the weight by rounding to FP8: {measured}",
+        f"error of the activations by rounding to FP8 for each token: {FP8_ACTIVATIONS} of their norm if Gaussian",
+    ]
+    if lost is not None:
+        together = (lost**2 + FP8_ACTIVATIONS**2) ** 0.5
+        notes.append(f"error of the result by both: about {together:.3f} of its norm")
+    if call.device == "cuda" and not call.resident:
+        notes.append(f"FP8 from {FEWEST} tokens on, where a kernel takes the layout; other calls are exact")
+    if kernel is None:
+        exact = _plan_exact(weight, as_packed(weight), _exact(call), gpu)
+        return replace(
+            exact,
+            notes=(*notes, *exact.notes),
+            refusals=(*exact.refusals, *_refusals(None, call)),
+            ranges=tuple(_ranges(call, _runs_fp8)) if call.capability else (),
+        )
+    cost = kernel.cost(call)
+    extra = 0
+    if isinstance(held, Packed):
+        extra = 0 if isinstance(weight, Packed) else _unshared_bytes(held, weight)
+    elif kernel is scaled_mm.TORCH:
+        extra = scaled_mm.padding(call)
+    return Plan(
+        call=call,
+        kernel=kernel.name,
+        why=_why(call, kernel),
+        refusals=_refusals(kernel, call),
+        bytes=cost.bytes,
+        flops=cost.flops,
+        extra_bytes=extra,
+        notes=(*notes, *_copies(weight, call), *_launches(kernel)),
+        configuration=_configuration(kernel, call),
+        ranges=tuple(_ranges(call, _runs_fp8)) if call.capability else (),
+        time=_time(call, kernel, gpu) if call.capability else "",
+        scratch_bytes=kernel.scratch(call) if kernel.scratch else 0,
+    )
+
+
+def _exact(call: Fp8Call) -> Call:
+    """The same without rounding."""
+    return Call(**{one.name: getattr(call, one.name) for one in fields(Call) if one.name != "op"})
+
+
+def _copies(weight: Any, call: Call) -> Iterator[str]:
+    """What is copied in each call."""
+    unaligned = " or do not begin at a multiple of 16 bytes" if call.device == "cuda" else ""
+    values = call.rows * call.shape[-1]
+    yield f"activations that are not contiguous{unaligned} are copied once: {values:,} values"
+    if isinstance(weight, Weight):
+        yield "the weight is packed as rows in each call; pack it once"
 
 
 def _plan_embedding(
@@ -240,7 +307,7 @@ def _unknown(device: str) -> UsageError:
     return UsageError("unknown device", got=device, expected="such as cpu, cuda, cuda:0 or cuda:sm_90")
 
 
-def _refusals(kernel: Kernel[Any, Any], call: Any) -> tuple[tuple[str, str], ...]:
+def _refusals(kernel: Kernel[Any, Any] | None, call: Any) -> tuple[tuple[str, str], ...]:
     others = ((k.name, ", and ".join(k.refuse(call))) for k in KERNELS if k.op == call.op and k is not kernel)
     return tuple((name, reasons) for name, reasons in others if reasons)
 
@@ -250,12 +317,12 @@ def _why(call: Call, kernel: Kernel[Any, Any]) -> str:
         return "forced by HALFBYTE_KERNEL"
     found = choice(call, kernel.name)
     if found is not None:
-        first = pick(call.capability, call.shape, call.rows, call.dtype)[0].kernel == kernel.name
+        first = pick(call)[0].kernel == kernel.name
         n, k = found.shape
         best = "best" if first else "best of those that accept"
         if call.dtype != found.dtype:
             best += f" with {found.dtype}"
-        return f"{best} on {found.measurement['gpu']} at {n}x{k}, measured {found.measurement['date']}"
+        return f"{best} on {found.measurement['gpu']} at {n}x{k}, measured {found.measurement['date']}, {found.origin}"
     unknown = f"; nothing was measured for it on sm_{call.capability}" if call.capability else ""
     return f"first in the table that accepts{unknown}"
 
@@ -284,22 +351,31 @@ def _runs(call: Call) -> str:
     return f"{kernel.name} {_configuration(kernel, call)}".strip()
 
 
-def _ranges(call: Call) -> Iterator[tuple[int, int | None, str]]:
+def _runs_fp8(call: Call) -> str:
+    """The same where FP8 is allowed."""
+    assert isinstance(call, Fp8Call)
+    try:
+        kernel = kernel_for(call)
+    except NoKernelError:
+        return ""
+    return _runs(_exact(call)) if kernel is None else f"{kernel.name} {_configuration(kernel, call)}".strip()
+
+
+def _ranges(call: Call, runs_of: Callable[[Call], str]) -> Iterator[tuple[int, int | None, str]]:
     """The ranges of M in which one kernel and configuration runs; a change and back between powers of two is missed."""
     points = {1 << i for i in range(_MOST_ROWS.bit_length())}
     points |= {end + step for end in ends(call) for step in (0, 1)}
-    first, before, runs = 1, 1, _runs(replace(call, rows=1))
+    first, before, runs = 1, 1, runs_of(replace(call, rows=1))
     for point in sorted(points):
-        if _runs(replace(call, rows=point)) == runs:
-            before = point
-            continue
-        low, high = before, point
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if _runs(replace(call, rows=middle)) == runs else (low, middle)
-        if runs:
-            yield first, low, runs
-        first, before, runs = high, point, _runs(replace(call, rows=high))
+        while runs_of(replace(call, rows=point)) != runs:
+            low, high = before, point
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if runs_of(replace(call, rows=middle)) == runs else (low, middle)
+            if runs:
+                yield first, low, runs
+            first, before, runs = high, high, runs_of(replace(call, rows=high))
+        before = point
     if runs:
         yield first, None, runs
 
@@ -314,7 +390,7 @@ def _time(call: Call, kernel: Kernel[Any, Any], gpu: str | None) -> str:
     """What a call on a GPU takes at the least, and what is expected of the kernel."""
     found = choice(call, kernel.name)
     name = gpu or (found.measurement["gpu"] if found else None)
-    ceiling = CEILINGS.get(name or "")
+    ceiling = _ceiling(name, call)
     if ceiling is None:
         return f"unknown: no ceilings of {name or f'a GPU of sm_{call.capability}'} are known"
     least = ceiling.seconds(kernel.cost(call))
@@ -323,13 +399,20 @@ def _time(call: Call, kernel: Kernel[Any, Any], gpu: str | None) -> str:
     return f"{text}; {1e6 * least / reached:.1f} us expected" if reached else f"{text}; not measured"
 
 
+def _ceiling(gpu: str | None, call: Call) -> Ceiling | None:
+    """Of a GPU for a call; None where it is not known."""
+    found = CEILINGS.get(gpu or "")
+    return found.fp8 if found and isinstance(call, Fp8Call) else found
+
+
 def _reached(call: Call, kernel: Kernel[Any, Any], found: Choice | None) -> float | None:
     """The part of the ceiling that was reached where this kernel was measured nearest to a call."""
-    if found is None or not found.microseconds or found.measurement["gpu"] not in CEILINGS or call.dtype != found.dtype:
+    ceiling = _ceiling(found.measurement["gpu"], call) if found else None
+    if found is None or ceiling is None or not found.microseconds or call.dtype != found.dtype:
         return None
     rows = min(found.microseconds, key=lambda m: abs(log2(m / max(1, call.rows))))
     measured = replace(call, shape=found.shape, rows=rows)
-    return CEILINGS[found.measurement["gpu"]].seconds(kernel.cost(measured)) / (1e-6 * found.microseconds[rows])
+    return ceiling.seconds(kernel.cost(measured)) / (1e-6 * found.microseconds[rows])
 
 
 def _unshared_bytes(packed: Packed, weight: Weight) -> int:
@@ -345,19 +428,7 @@ def _unshared_bytes(packed: Packed, weight: Weight) -> int:
     return total
 
 
-def _plan_int8(
-    weight: Packed | Weight | Int8Weight, rows: int, dtype: Any, device: str, out_dtype: Any, library: Library | None
-) -> Plan:
-    held = weight if isinstance(weight, Int8Weight) else as_packed(weight)
-    call = Int8Call.on(
-        held,
-        rows=rows,
-        dtype=checked_dtype(dtype, "dtype"),
-        out_dtype=checked_dtype(dtype if out_dtype is None else out_dtype, "out_dtype"),
-        device=device,
-        library=library or library_of(scale_of(held)),
-        bias=False,
-    )
+def _plan_int8(weight: Any, held: Packed | Int8Weight, call: Int8Call) -> Plan:
     kernel = select(Int8Args, call)
     twin, cost = twin_of(held), kernel.cost(call)
     error = "unknown: the twin does not state it" if twin.error is None else f"{twin.error:.4f} of its norm, measured"

@@ -1,4 +1,4 @@
-"""What calls on a weight come down to, kept with the weight: the second call like one of few rows skips the choice."""
+"""What calls on a weight come down to, kept with the weight: the second call like one skips the choice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfbyte.numerics import Array, is_torch
 from halfbyte.operands import contiguous, empty
 
 _FEW_ROWS: Final = 64
-"""Calls of more rows are not remembered: each number of rows would be, and they take long enough anyway."""
+"""On a CPU, calls of more rows are not remembered: each number of rows would be, and they take long enough anyway."""
 _FEW_CALLS: Final = 256
 """What is remembered of a weight, at most."""
 
@@ -26,10 +26,10 @@ _environment: Final[Any] = getattr(os.environ, "_data", {})  # os.environ.get() 
 _FORCED: Final[Any] = getattr(os.environ, "encodekey", str)("HALFBYTE_KERNEL")
 
 
-def key_of(x: Array, bias: Array | None, out_dtype: Any) -> Any:
+def key_of(x: Array, bias: Array | None, out_dtype: Any, precision: str | None) -> Any:
     """All of a call on a weight that decides what is done, but for its gradient."""
     how = None if bias is None else (bias.shape, bias.dtype, getattr(bias, "device", None))
-    return x.shape, x.dtype, getattr(x, "device", None), how, out_dtype, forced_name()
+    return x.shape, x.dtype, getattr(x, "device", None), how, out_dtype, precision, forced_name()
 
 
 def forced_name() -> Any:
@@ -37,7 +37,7 @@ def forced_name() -> Any:
     return _environment.get(_FORCED)
 
 
-def remember(x: Array, packed: Packed, bias: Array | None, out_dtype: Any, to: str) -> None:
+def remember(x: Array, packed: Packed, bias: Array | None, out_dtype: Any, to: str, precision: str | None) -> None:
     """Keep with the weight what a call like this one comes down to, if its kernel can say so.
 
     It is a function of x and bias, which gives None where it does not hold any more.
@@ -45,17 +45,25 @@ def remember(x: Array, packed: Packed, bias: Array | None, out_dtype: Any, to: s
     n, k = packed.shape[-2:]
     rows = prod(x.shape[:-1])
     native = is_torch(x) or (x.dtype.isnative and (bias is None or bias.dtype.isnative))
-    if not (0 < rows <= _FEW_ROWS and n and k and native):
+    few = rows <= _FEW_ROWS or (is_torch(x) and x.is_cuda)  # a GPU computes 500 rows while the host chooses
+    if not (rows and few and n and k and native):
         return
     args = LinearArgs(x=x.reshape(rows, k), weight=packed, bias=bias, out=empty((rows, n), to, x))
     kernel = select(LinearArgs, args.call())
     if kernel.bind is None:
         return
     run, shape = kernel.bind(args), (*x.shape[:-1], n)
-    if len(packed.memo) > _FEW_CALLS:
-        packed.memo.clear()
-    made = _on_tensors(run, packed, shape, args.out) if is_torch(x) else _on_arrays(run, shape, args.out.dtype)
-    packed.memo[key_of(x, bias, out_dtype)] = made
+    buffers = list(packed.buffers().values())
+    made = on_tensors(run, buffers, shape, args.out) if is_torch(x) else _on_arrays(run, shape, args.out.dtype)
+    keep(packed.memo, key_of(x, bias, out_dtype, precision), made)
+
+
+def keep(memo: dict[Any, Any], key: tuple[Any, ...], made: Call) -> None:
+    """Keep what a call comes down to with its weight; of many calls all are forgotten first, but nothing else is."""
+    if len(memo) > _FEW_CALLS:
+        for known in [known for known in memo if isinstance(known, tuple)]:
+            del memo[known]
+    memo[key] = made
 
 
 def _on_arrays(run: Callable[..., None], shape: tuple[int, ...], dtype: Any) -> Call:
@@ -78,7 +86,7 @@ def lookups(run: Callable[..., None], packed: Packed, dtype: Any) -> Callable[[A
     import torch
 
     k, device = packed.shape[-1], packed.buffers()["codes"].device
-    unchanged, make = _watched(packed), torch.empty
+    unchanged, make = _watched(list(packed.buffers().values())), torch.empty
 
     def call(ids: Array) -> Array | None:
         if not unchanged():
@@ -93,9 +101,8 @@ def lookups(run: Callable[..., None], packed: Packed, dtype: Any) -> Callable[[A
     return call
 
 
-def _watched(packed: Packed) -> Callable[[], bool]:
+def _watched(buffers: list[Any]) -> Callable[[], bool]:
     """A question: whether torch wrote to no buffer of a weight since, and on a GPU none has moved."""
-    buffers: list[Any] = list(packed.buffers().values())
     counted = [(b, b._version) for b in buffers if not b.is_inference()]
     moving = [(b, b.data_ptr()) for b in buffers if b.is_cuda]
 
@@ -111,14 +118,22 @@ def _watched(packed: Packed) -> Callable[[], bool]:
     return unchanged
 
 
-def _on_tensors(run: Callable[..., None], packed: Packed, shape: tuple[int, ...], like: Array) -> Call:
+def on_tensors(run: Callable[..., None], buffers: list[Any], shape: tuple[int, ...], like: Array) -> Call:
+    """What a call on a weight in tensors comes down to; None where that does not hold any more.
+
+    Args:
+        run: of a kernel's ``bind``.
+        buffers: of the weight.
+        shape: of the result.
+        like: a result.
+    """
     import torch
 
     with torch.inference_mode(False):
         pattern = torch.empty(1, dtype=like.dtype, device=like.device).expand(shape)  # holds one value
     make, allowed = torch.empty_like, torch.is_grad_enabled
     aligned = ALIGNED if like.is_cuda else 1
-    unchanged = _watched(packed)
+    unchanged = _watched(buffers)
 
     def call(x: Array, bias: Array | None) -> Array | None:
         if not unchanged():

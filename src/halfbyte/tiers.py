@@ -1,11 +1,15 @@
-"""Which kernels for ``linear`` run on this machine, and what each of the others lacks."""
+"""Which kernels for ``linear`` run on this machine, what each of the others lacks, and what was tuned."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
+from halfbyte.errors import HalfbyteError
 from halfbyte.kernels import KERNELS, Call, Kernel, LinearArgs
+from halfbyte.kernels.cuda import choices
 from halfbyte.kernels.cuda.launch import GLUON, KNOWN
 from halfbyte.layouts import LAYOUTS
 
@@ -29,6 +33,33 @@ def tiers(capabilities: Sequence[int]) -> dict[str, dict[str, str]]:
             places = gpus if on_gpu else [{"device": "cpu", "library": library} for library in ("torch", "numpy")]
             found["gpu" if on_gpu else "cpu"][kernel.name] = _state(kernel, places)
     return found
+
+
+def chosen() -> dict[str, str]:
+    """For "shipped" and "user" what a file that ``halfbyte tune`` wrote holds, or what is wrong with it."""
+    own = choices.user_file()
+    return {
+        "shipped": _held(choices.SHIPPED),
+        "user": "not read: HALFBYTE_CHOICES=none" if own is None else f"{_held(own)} ({own})",
+    }
+
+
+def _held(path: Path) -> str:
+    try:
+        entries = choices.read(path)
+    except OSError as error:
+        return "none" if isinstance(error, FileNotFoundError | NotADirectoryError) else f"unreadable: {error.strerror}"
+    except HalfbyteError as error:
+        return str(error)
+    counts = Counter(_measured(entry) for entry in entries)
+    return "; ".join(f"{count} shapes on {where}" for where, count in counts.items()) or "no shape"
+
+
+def _measured(entry: choices.Entry) -> str:
+    """The newest measurement of an entry."""
+    held = [one.choice.measurement for ranges in entry.kernels.values() for one in ranges]
+    newest = max(held, key=lambda one: str(one["date"]), default={"gpu": "nothing", "date": "never"})
+    return f"{newest['gpu']}, {newest['date']}"
 
 
 def _state(kernel: Kernel[Any, Any], places: Sequence[dict[str, Any]]) -> str:

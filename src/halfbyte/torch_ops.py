@@ -6,11 +6,15 @@ block scales, and kept with these for as long as they live.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from halfbyte import ops
+from halfbyte import fp8_ops, ops
+from halfbyte.errors import UsageError
+from halfbyte.kinds import Fp8Weight
 from halfbyte.layouts import Packed, parse
 from halfbyte.operands import check_arrays
 
@@ -44,11 +48,7 @@ def linear_op(
         (..., N).
     """
     packed = _checked(x, layout, n, k, names, buffers, bias)
-    owner = packed.buffers().get("scales", buffers[0])
-    memo = _memos.get(owner)  # type: ignore[no-untyped-call]
-    if memo is None:
-        memo = _memos[owner] = packed.memo
-    packed.memo = memo
+    packed.memo = _memo_of(packed.buffers().get("scales", buffers[0]))
     y: Tensor = ops.compute(x, packed, bias, out_dtype)
     return y
 
@@ -69,6 +69,88 @@ def _shape_of_linear(
 
 linear_op.register_fake(_shape_of_linear)
 
+FP8 = "fp8"
+"""Stands for the layout where the weight is an Fp8Weight."""
+
+
+@torch.library.custom_op("halfbyte::linear_fp8", mutates_args=())
+def linear_fp8_op(
+    x: Tensor,
+    layout: str,
+    n: int,
+    k: int,
+    names: str,
+    buffers: list[Tensor],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``halfbyte.linear`` with the precision "fp8"; arguments as of ``linear_op``, or of an Fp8Weight.
+
+    Args:
+        x: (..., K) float32, bfloat16 or float16.
+        layout: the key of the weight's layout, or "fp8".
+        n: N.
+        k: K.
+        names: of the buffers, joined by commas; of an Fp8Weight "data", "scale" and, if it has one, "pre_scale".
+        buffers: those of the Packed, or of the Fp8Weight.
+        bias: (N,), or None.
+        out_dtype: of the result.
+
+    Returns:
+        (..., N).
+    """
+    to = str(out_dtype).removeprefix("torch.")
+    y: Any
+    if layout == FP8:
+        twin = _twin(x, names, buffers, bias)
+        memo = _memo_of(twin.data)
+        twin.memo.update(memo)
+        y = fp8_ops.compute(x, twin, bias, to)
+        memo.update(twin.memo)
+    else:
+        packed = _checked(x, layout, n, k, names, buffers, bias)
+        packed.memo = _memo_of(packed.buffers().get("scales", buffers[0]))
+        y = fp8_ops.compute(x, packed, bias, to)
+        y = ops.compute(x, packed, bias, to) if y is None else y
+    result: Tensor = y
+    return result
+
+
+def _shape_of_linear_fp8(
+    x: Tensor,
+    layout: str,
+    n: int,
+    k: int,
+    names: str,
+    buffers: list[Tensor],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if layout == FP8:
+        _twin(x, names, buffers, bias)
+    else:
+        _checked(x, layout, n, k, names, buffers, bias)
+    return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
+
+
+linear_fp8_op.register_fake(_shape_of_linear_fp8)
+
+
+def _memo_of(owner: Tensor) -> dict[Any, Any]:
+    """What is remembered of the weight with this buffer."""
+    memo: dict[Any, Any] | None = _memos.get(owner)  # type: ignore[no-untyped-call]
+    if memo is None:
+        memo = _memos[owner] = {}
+    return memo
+
+
+def _twin(x: Tensor, names: str, buffers: list[Tensor], bias: Tensor | None) -> Fp8Weight:
+    """The FP8 weight, which x and bias fit."""
+    arrays: dict[str, Any] = dict(zip(names.split(","), buffers, strict=True))
+    twin = Fp8Weight(**arrays)
+    check_arrays(x, twin, bias)
+    return twin
+
 
 def _checked(x: Tensor, layout: str, n: int, k: int, names: str, buffers: list[Tensor], bias: Tensor | None) -> Packed:
     """The weight, which x and bias fit."""
@@ -88,4 +170,18 @@ def traced(
     """``linear`` while torch traces it; the weight's shape is (N, K)."""
     to = x.dtype if out_dtype is None else out_dtype
     y: Tensor = linear_op(x, layout, *shape, ",".join(buffers), list(buffers.values()), bias, to)
+    return y
+
+
+def traced_fp8(x: Tensor, held: Packed | Fp8Weight, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    """``linear`` in FP8 while torch traces it; the weight's shape is (N, K)."""
+    if isinstance(held, Packed):
+        layout, buffers = held.key, held.buffers()
+    elif held.block is not None:
+        raise UsageError("no kernel takes an FP8 weight with a scale for each block", got=held.block)
+    else:
+        every = {"data": held.data, "scale": held.scale, "pre_scale": held.pre_scale}
+        layout, buffers = FP8, {name: buffer for name, buffer in every.items() if buffer is not None}
+    to = x.dtype if out_dtype is None else out_dtype
+    y: Tensor = linear_fp8_op(x, layout, *held.shape, ",".join(buffers), list(buffers.values()), bias, to)
     return y

@@ -16,7 +16,7 @@ BASE = ("errors", "findings", "numerics", "stored", "patterns", "jit", "gpu")
 MEANING = (*BASE, "arrays", "kinds", "weight")
 FILES = (*MEANING, "recipes", "layouts")
 STACKS = ("modules", "experts", "reading")
-RUN = (*MEANING, "layouts", "kernels")
+RUN = (*MEANING, "lossy", "layouts", "kernels")
 ARROWS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "jit": ("errors",),
@@ -72,25 +72,31 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "writing",
         "tiers",
     ),
-    "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools"),
-    "kernels": (*MEANING, "layouts", "decode_cuda", "decode_cuda_code", "vectors", "decode_code"),
+    "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools", "tuning", "tuning_cuda"),
+    "kernels": (*MEANING, "lossy", "layouts", "decode_cuda", "decode_cuda_code", "vectors", "decode_code"),
     "tiers": RUN,
     "operands": RUN,
     "int8_ops": (*RUN, "lossy", "operands"),
-    "plans": (*RUN, "operands", "int8_ops"),
+    "fp8_ops": (*RUN, "lossy", "operands", "remembered"),
+    "plans": (*RUN, "operands", "int8_ops", "fp8_ops"),
     "embedding_op": (*RUN, "operands", "remembered", "torch_embedding"),
     "torch_embedding": (*RUN, "embedding_op"),
     "remembered": (*RUN, "operands"),
-    "ops": (*RUN, "operands", "int8_ops", "plans", "remembered", "torch_ops"),
-    "torch_ops": (*RUN, "operands", "ops"),
+    "ops": (*RUN, "operands", "int8_ops", "fp8_ops", "plans", "remembered", "torch_ops"),
+    "torch_ops": (*RUN, "operands", "ops", "fp8_ops"),
     "nn": (*RUN, "operands", "ops", "torch_ops"),
     "hf": (*RUN, "ops", "torch_ops", "nn"),
     "parallel": (*RUN, "ops", "torch_ops", "nn"),
     "timing": BASE,
+    "trials": (*RUN, "lossy"),
+    "tuned": BASE,
+    "tuning": (*RUN, "fp8_ops", "tuned"),
+    "tuning_cuda": (*RUN, "timing", "trials", "tuning"),
 }
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- arrays <-
 kinds, shifts <- weight <- recipes, layouts; layouts <- dialects <- checkpoint <- writing <- tools <- cli, and
-layouts <- kernels <- operands <- int8_ops <- plans, remembered <- ops <- nn; kernels <- tiers <- tools, for doctor."""
+layouts, lossy <- kernels <- operands <- int8_ops, remembered <- fp8_ops <- plans <- ops <- nn; kernels <- tiers <-
+tools, for doctor; kernels, timing, trials <- tuning <- tuning_cuda <- cli, for tune."""
 
 CHAINS = {
     "checkpoint": {
@@ -106,6 +112,7 @@ CHAINS = {
         "attention": {"base", "attention_base", "fmha_llm", "fmha_vit"},
         "reference": {"base"},
         "int8": {"base"},
+        "fp8": {"base"},
         "embedding": {"base"},
     },
     "kernels.cpu": {
@@ -123,8 +130,11 @@ CHAINS = {
 In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention.
 What ends in _code is loaded only to run."""
 
-CUDA = {"choices", "launch", "fragments"}
+CUDA = {"choices", "launch", "fragments", "fp8_quantize"}
 """In kernels.cuda: what every kernel may import, beside its own device code, the file of its name and _code."""
+
+TILED = {"gemm_gluon": {"decode_gluon"}, "fp8_gluon": {"gemm_gluon"}}
+"""In kernels.cuda: whose parts a kernel has."""
 
 EXECUTORS = {
     "order": set(),
@@ -189,6 +199,7 @@ def test_nothing_is_imported_sideways(file):
         allowed = {f"{folder}.{sibling}" for sibling in CHAINS[folder.removeprefix("halfbyte.")].get(own, ())}
     elif folder == "halfbyte.kernels.cuda":
         codes = {s for s in siblings if s.endswith("_code") and own.endswith("_code")}
+        codes |= {f"{folder}.{sibling}" for sibling in TILED.get(own, ())}
         allowed = codes | {f"{folder}.{sibling}" for sibling in (CUDA | {f"{own}_code"}) - {own}}
     else:
         names = EXECUTORS.get(own, LAYOUT) if folder == "halfbyte.layouts" else {"base"} - {own}
@@ -200,7 +211,7 @@ def test_kernels_see_no_files_and_files_no_kernels():
     for name, file in NAMES.items():
         part = f"{name}.".split(".")[1]
         others = {other.split(".")[1] for other in imported(file) if other.count(".")}
-        if part in ("kernels", "operands", "int8_ops", "plans", "remembered", "ops"):
+        if part in ("kernels", "operands", "int8_ops", "fp8_ops", "plans", "remembered", "ops"):
             assert not others & {"checkpoint", "dialects", "tools", "cli", "stored", "findings"}, name
         if part in ("checkpoint", "dialects", "tools", "recipes", "layouts", "arrays", "kinds", "shifts", "weight"):
             assert not others & {"kernels", "ops", "nn"}, name
@@ -218,7 +229,7 @@ def test_no_star_imports_and_no_registering_decorators(file):
             ]
 
 
-NO_KERNELS = ("base", "compiled", "drawing", "choices", "ceilings", "launch")
+NO_KERNELS = ("base", "compiled", "drawing", "choices", "ceilings", "launch", "fp8_quantize", "fp8_quantize_code")
 TABLES = {"layouts": "LAYOUTS", "recipes": "RECIPES", "dialects": "DIALECTS", "kernels": "KERNELS"}
 
 

@@ -87,6 +87,43 @@ def test_no_results_say_nothing(gpu_table):
     assert gpu_table.written(readme, []) == f"before\n{gpu_table.BEGIN}{gpu_table.END}after\n"
 
 
-def test_readme_is_what_the_results_say(gpu_table):
-    readme = gpu_table.README.read_text()
-    assert readme == gpu_table.written(readme, gpu_table.results()), "run: python scripts/gpu_table.py"
+MANY = [
+    product(4096, 4096, 1024, "default", 62.84e-6, of_ideal=0.7, x_cublas_bfloat16=0.716, x_humming=0.9),
+    product(
+        4096, 4096, 1024, "fp8", 37.5e-6, of_ideal=0.6, x_the_exact_product=1.68, **{"x the time of scaled-mm": 1.25}
+    ),
+    product(4096, 4096, 1024, "twin", 30e-6),
+    product(64, 64, 256, "fp8", 2e-6, of_ideal=0.6),
+]
+
+
+def lines(*more):
+    return [{"run": RUN}, *ROWS, *more, {"end": END}]
+
+
+def test_fp8_has_a_table_of_its_own(gpu_table):
+    table = gpu_table.table("a.jsonl", lines(*MANY))
+    assert table.split("activations quantized too.\n\n")[1].startswith(
+        "| N x K | M = 256 | M = 1024 |\n"
+        "|---|---|---|\n"
+        "| 4096x4096 |  | 62.8 exact (0.72 x), 37.5 FP8 (1.25) |\n"
+        "| 64x64 | not exact, 2.0 FP8 |  |\n"
+        "\n"
+        "7 of 9 bounds met."
+    )
+
+
+def test_all_figures_and_what_was_missed(gpu_table):
+    end = END | {"verdict": ["7 of 9 bounds met", "missed: this", "missed: that"]}
+    page = gpu_table.details("a.jsonl", [*lines(*MANY)[:-1], {"end": end}])
+    head, first, *_, last = page.split("\n\n")
+    assert head == "### NVIDIA Made-up, 2026-01-02, commit 0123456"
+    assert first == "`python -m benchmarks.gpu --peers`; all rows are in `benchmarks/results/a.jsonl`."
+    assert "| 1024 | some | 62.8 | 0.70 | 0.72 | 0.90 | 37.5 | 1.68 | 1.25 |\n" in page
+    assert "| 1 | some | 5.4 | 0.62 |  | 1.78 |  |  |  |\n" in page
+    assert last == "- missed: this\n- missed: that\n"
+
+
+def test_pages_are_what_the_results_say(gpu_table):
+    for page, made in gpu_table.pages().items():
+        assert page.read_text() == made, "run: python scripts/gpu_table.py"

@@ -5,26 +5,27 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pytest
 import torch
 
 import halfbyte.kernels
-from halfbyte import plans
+from halfbyte import plans, tiers, tuning
 from halfbyte.errors import FormatError, NoKernelError, UsageError
 from halfbyte.kernels import KERNELS, Kernel, LinearArgs, ordered, select
 from halfbyte.kernels.base import capability, linear_cost
 from halfbyte.kernels.cuda import ceilings, choices, launch
 from halfbyte.kernels.cuda.ceilings import Ceiling
 from halfbyte.kernels.cuda.launch import why_not
-from halfbyte.layouts import LAYOUTS, Columns, Fragments
 from halfbyte.ops import pack, plan
-from helpers_run import DTYPES, LINEAR, call_like, random_weight
+from halfbyte.tuning import calls_of
+from helpers_run import DTYPES, call_like, random_weight
 
 MEASURED = {
     "gpu": "NVIDIA H200",
+    "multiprocessors": 132,
     "driver": "570.1",
     "torch": "2.11.0",
     "triton": "3.6.0",
@@ -34,12 +35,30 @@ MEASURED = {
 
 
 def entry(shape, *rows, **changes):
-    """One of the choices; rows are (last M or None, kernel, configuration, microseconds)."""
-    spans = [
-        {"to": to, "kernels": [{"kernel": name, "configuration": made, "microseconds": times}]}
-        for to, name, made, times in rows
-    ]
-    return {"measurement": "h200", "capability": 90, "dtypes": ["bfloat16"], "shape": shape, "rows": spans} | changes
+    """One of the choices; rows are (last M or None, kernel, configuration, microseconds), in order."""
+    kernels, first = {}, 1
+    for to, name, made, times in rows:
+        held = kernels.setdefault(name, {"measurement": "h200", "from": first, "rows": []})
+        held["rows"].append({"to": to, "configuration": made, "microseconds": times})
+        first = (to or 0) + 1
+    head = {"op": "linear", "capability": 90, "dtypes": ["bfloat16"], "shape": shape}
+    return head | {"kernels": kernels} | changes
+
+
+def content(*entries):
+    return {"format": choices.FORMAT, "measurements": {"h200": MEASURED}, "choices": entries}
+
+
+def together(*names):
+    """Kernels for all M, the fastest first."""
+    return {
+        name: {
+            "measurement": "h200",
+            "from": 1,
+            "rows": [{"to": None, "configuration": {}, "microseconds": {"1": 1.0 + i}}],
+        }
+        for i, name in enumerate(names)
+    }
 
 
 @pytest.fixture
@@ -48,17 +67,19 @@ def measured(monkeypatch, tmp_path):
 
     def replace_with(*entries):
         file = tmp_path / "choices.json"
-        file.write_text(json.dumps({"measurements": {"h200": MEASURED}, "choices": entries}))
+        file.write_text(json.dumps(content(*entries)))
+        monkeypatch.setattr(choices, "SHIPPED", file)
         held = choices.read(file)
-        choices._nearest.cache_clear()
+        choices._by_distance.cache_clear()
         monkeypatch.setattr(choices, "entries", lambda: held)
 
     yield replace_with
-    choices._nearest.cache_clear()
+    choices._by_distance.cache_clear()
 
 
-def names(*call):
-    return [choice.kernel for choice in choices.pick(*call)]
+def names(capability, shape, rows, dtype):
+    call = call_like(capability=capability, shape=shape, rows=rows, dtype=dtype)
+    return [choice.kernel for choice in choices.pick(call)]
 
 
 class TestPick:
@@ -103,118 +124,245 @@ class TestPick:
         assert names(100, (64, 64), 1, "bfloat16") == ["b"]
 
 
+WHAT_TO_DO = "delete the file, and run halfbyte tune"
 DAMAGED = {
-    "": "JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
-    "[]": "TypeError: list indices must be integers or slices, not str",
-    '{"measurements": {}}': "KeyError: 'choices'",
+    "": "damaged choices of kernels: got JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+    "[]": "damaged choices of kernels: got AttributeError: 'list' object has no attribute 'get'",
+    '{"format": 2, "measurements": {}}': "damaged choices of kernels: got KeyError: 'choices'",
+    '{"measurements": {}, "choices": []}': "choices of kernels in another format, expected 2",
+    '{"format": 1}': "choices of kernels in another format: got 1, expected 2",
 }
+
+
+def rows(*ends):
+    return [{"to": to, "configuration": {}, "microseconds": {}} for to in ends]
 
 
 class TestFile:
     @pytest.mark.parametrize("text", DAMAGED)
-    def test_one_that_is_damaged(self, text, tmp_path):
-        (tmp_path / "some.json").write_text(text)
+    def test_one_that_is_damaged_or_older(self, text, tmp_path):
+        file = tmp_path / "some.json"
+        file.write_text(text)
         with pytest.raises(FormatError) as caught:
-            choices.read(tmp_path / "some.json")
-        assert str(caught.value) == f"some.json is damaged: got {DAMAGED[text]}"
+            choices.read(file)
+        assert str(caught.value) == f"{file}: {DAMAGED[text]}; {WHAT_TO_DO}"
 
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"measurement": "none"}, "KeyError: 'none'"),
-            ({"capability": None, "dtypes": None}, "TypeError: cannot unpack non-iterable NoneType object"),
+            ({"kernels": {"a": {"measurement": "none", "from": 1, "rows": []}}}, "KeyError: 'none'"),
+            ({"kernels": {"a": {"measurement": "h200", "rows": []}}}, "KeyError: 'from'"),
+            ({"kernels": []}, "AttributeError: 'list' object has no attribute 'items'"),
+            ({"shape": [0, 64]}, "ValueError: no shape of a weight: 0, 64"),
+            ({"dtypes": None}, "TypeError: cannot unpack non-iterable NoneType object"),
             ({"dtypes": []}, "ValueError: not enough values to unpack (expected at least 1, got 0)"),
-            ({"rows": [{"to": 4, "kernels": []}]}, "ValueError: rows do not go up to null: [4]"),
-            (
-                {"rows": [{"to": to, "kernels": []} for to in (8, 4, None)]},
-                "ValueError: rows do not go up to null: [8, 4, None]",
+            ({"shape": [1, 64, 64]}, "ValueError: too many values to unpack (expected 2"),
+            *(
+                (
+                    {"kernels": {"a": {"measurement": "h200", "from": first, "rows": rows(*ends)}}},
+                    f"ValueError: rows of a do not rise: from {first} to {list(ends)}",
+                )
+                for first, ends in (
+                    (1, ()),
+                    (1, (8, 4)),
+                    (1, (None, None)),
+                    (1, (None, 8)),
+                    (9, (8, None)),
+                    (1, (4, 4)),
+                )
             ),
             (
-                {"rows": [{"to": to, "kernels": []} for to in (None, None)]},
-                "ValueError: rows do not go up to null: [None, None]",
+                {"kernels": {"a": {"measurement": "h200", "from": 1, "rows": [{"to": None, "configuration": {}}]}}},
+                "KeyError: 'microseconds'",
             ),
-            ({"rows": [{"to": None, "kernels": [{"kernel": "a"}]}]}, "KeyError: 'configuration'"),
         ],
     )
-    def test_a_damaged_entry(self, changes, message, measured):
+    def test_a_damaged_entry(self, changes, message, measured, tmp_path):
         with pytest.raises(FormatError) as caught:
-            measured(entry([64, 64], (None, "a", {}, {}), **changes))
-        assert str(caught.value) == f"choices.json is damaged: got {message}"
-
-    def test_a_shape_of_three(self, measured):
-        with pytest.raises(FormatError, match=r"choices.json is damaged: got ValueError: too many values to unpack"):
-            measured(entry([1, 64, 64], (None, "a", {}, {})))
+            measured(entry([64, 64], (None, "a", {}, {})) | changes)
+        said = f"{tmp_path / 'choices.json'}: damaged choices of kernels: got {message}"
+        assert str(caught.value).startswith(said)
 
     def test_a_measurement_without_its_provenance(self, tmp_path):
-        held = {"measurements": {"h200": {"gpu": "NVIDIA H200", "date": "today"}}, "choices": []}
+        held = content() | {"measurements": {"h200": {"gpu": "NVIDIA H200", "date": "today"}}}
         (tmp_path / "some.json").write_text(json.dumps(held))
         with pytest.raises(FormatError) as caught:
             choices.read(tmp_path / "some.json")
-        assert str(caught.value) == (
-            "some.json is damaged: got ValueError: "
-            "a measurement states gpu, driver, torch, triton, date, command, not gpu, date"
+        assert "a measurement states gpu, multiprocessors, driver, torch, triton, date, command, not gpu, date" in str(
+            caught.value
         )
+
+
+@pytest.fixture
+def user(monkeypatch, tmp_path):
+    """A user's file, and another that is shipped; entries of each."""
+    shipped, own = tmp_path / "shipped.json", tmp_path / "cache" / "halfbyte" / "choices.json"
+    own.parent.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("HALFBYTE_CHOICES", raising=False)
+    monkeypatch.setattr(choices, "SHIPPED", shipped)
+
+    def write(*entries, own_entries=None):
+        shipped.write_text(json.dumps(content(*entries)))
+        if own_entries is not None:
+            own.write_text(json.dumps(content(*own_entries)))
+        choices.entries.cache_clear()
+        choices._by_distance.cache_clear()
+        return own
+
+    yield write
+    choices.entries.cache_clear()
+    choices._by_distance.cache_clear()
+
+
+class TestUsersFile:
+    def call(self, **of):
+        return call_like(**{"capability": 90, "shape": (4096, 4096), "rows": 1} | of)
+
+    def test_it_replaces_the_kernels_and_shapes_that_it_has(self, user):
+        own = user(
+            entry([4096, 4096], (None, "a", {}, {"1": 5.0}), kernels=together("a", "b")),
+            entry([8192, 8192], (None, "a", {}, {"1": 5.0})),
+            own_entries=[entry([4096, 4096], (None, "a", {"warps": 8}, {"1": 9.0}))],
+        )
+        found = choices.pick(self.call())
+        assert [(one.kernel, one.configuration, one.origin) for one in found] == [
+            ("b", {}, "shipped"),
+            ("a", {"warps": 8}, str(own)),
+        ]
+        (other,) = choices.pick(self.call(shape=(8192, 8192)))
+        assert other.origin == "shipped"
+
+    def test_its_shapes_are_beside_those_that_are_shipped(self, user):
+        user(entry([4096, 4096], (None, "a", {}, {})), own_entries=[entry([1024, 1024], (None, "b", {}, {}))])
+        assert [one.kernel for one in choices.pick(self.call())] == ["a"]
+        assert [one.kernel for one in choices.pick(self.call(shape=(1500, 1024)))] == ["b"]
+
+    def test_where_it_is(self, user, monkeypatch, tmp_path):
+        own = user(entry([64, 64], (None, "a", {}, {})))
+        assert choices.user_file() == own
+        assert len(choices.entries()) == 1
+        monkeypatch.setenv("HALFBYTE_CHOICES", str(tmp_path / "mine.json"))
+        assert choices.user_file() == tmp_path / "mine.json"
+        monkeypatch.setenv("HALFBYTE_CHOICES", "none")
+        assert choices.user_file() is None
+
+    def test_one_that_is_named_and_not_there(self, user, monkeypatch, tmp_path):
+        user(entry([64, 64], (None, "a", {}, {})))
+        monkeypatch.setenv("HALFBYTE_CHOICES", str(tmp_path / "mine.json"))
+        with pytest.raises(UsageError) as caught:
+            choices.entries()
+        assert str(caught.value) == (
+            f"HALFBYTE_CHOICES names no file: got {tmp_path / 'mine.json'}; "
+            "run halfbyte tune, which writes it, or unset it"
+        )
+
+    def test_one_that_cannot_be_read(self, user):
+        own = user(entry([64, 64], (None, "a", {}, {})))
+        own.mkdir()
+        with pytest.raises(UsageError) as caught:
+            choices.entries()
+        assert str(caught.value) == (
+            f"{own}: choices of kernels cannot be read: got Is a directory; HALFBYTE_CHOICES=none"
+        )
+
+    def test_a_user_without_a_home(self, user, monkeypatch):
+        user(entry([64, 64], (None, "a", {}, {})))
+        monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-has-this-name")
+        assert len(choices.entries()) == 1
+
+    def test_a_damaged_one_is_told(self, user):
+        own = user(entry([64, 64], (None, "a", {}, {})), own_entries=[])
+        own.write_text("{")
+        with pytest.raises(FormatError, match="damaged choices of kernels"):
+            choices.pick(self.call())
+        own.write_text(json.dumps({"choices": []}))
+        with pytest.raises(FormatError, match="in another format, expected 2; delete the file, and run halfbyte tune"):
+            choices.pick(self.call())
+
+    def test_fields_that_a_kernel_no_longer_has(self, user):
+        own = user(own_entries=[entry([64, 64], (None, "few", {"lanes": 4}, {}))])
+        with pytest.raises(FormatError) as caught:
+            choices.configured(self.call(), "few", Made())
+        assert str(caught.value) == (f"{own}: choices that few does not have: got {{'lanes': 4}}; {WHAT_TO_DO}")
+
+    def test_doctor_tells_both(self, user):
+        own = user(
+            entry([64, 64], (None, "a", {}, {})),
+            entry([64, 128], (None, "a", {}, {})),
+            own_entries=[entry([64, 64], (None, "a", {}, {}))],
+        )
+        assert tiers.chosen() == {
+            "shipped": "2 shapes on NVIDIA H200, 2026-11-30",
+            "user": f"1 shapes on NVIDIA H200, 2026-11-30 ({own})",
+        }
+        own.write_text("{}")
+        assert tiers.chosen()["user"].startswith(f"{own}: choices of kernels in another format, expected 2")
+        own.unlink()
+        assert tiers.chosen()["user"] == f"none ({own})"
 
 
 def problems(entries):
     """What of choices cannot be followed: kernels that are not there, or decline, and configurations that are none."""
-    known = {kernel.name: kernel for kernel in LINEAR}
+    known = {kernel.name: kernel for kernel in KERNELS}
     for one in entries:
-        first = 1
-        for last, chosen in one.rows:
-            for choice in chosen:
-                where = f"{choice.kernel} at {one.shape}, M {first}-{last}"
-                kernel = known.get(choice.kernel)
-                if kernel is None:
+        for name, ranges in one.kernels.items():
+            for held in ranges:
+                where = f"{name} at {one.shape}, M {held.first}-{held.last}"
+                kernel = known.get(name)
+                if kernel is None or kernel.op != one.op:
                     yield f"{where}: no such kernel"
                     continue
-                if any(rows < first or (last and rows > last) for rows in choice.microseconds):
+                if any(m < held.first or (held.last and m > held.last) for m in held.choice.microseconds):
                     yield f"{where}: measured at another M"
                 for dtype in one.dtypes:
-                    for rows in (first, last or 1 << 14):
-                        of = {"shape": one.shape, "rows": rows, "capability": one.capability, "dtype": dtype}
-                        yield from (f"{where}, {dtype}: {problem}" for problem in misfits(kernel, choice, of))
-            first = (last or 0) + 1
+                    for m in (held.first, held.last or 1 << 14):
+                        calls = calls_of(OPS[kernel.op], one.shape, m, dtype, one.capability)
+                        yield from (f"{where}, {dtype}: {problem}" for problem in misfits(kernel, held.choice, calls))
 
 
-def misfits(kernel, choice, of):
-    layouts = [*LAYOUTS, *(Fragments(dtype) for dtype in ("bfloat16", "float16")), Columns(align=16)]
-    calls = [call_like(device="cuda", layout=layout, **of) for layout in layouts]
+OPS = {kind.op: kind for kind in tuning.OPS.values()}
+
+
+def misfits(kernel, choice, calls):
     accepted = [call for call in calls if not kernel.refuse(call)]
     if not accepted:
         yield f"declined: {min(map(kernel.refuse, calls), key=len)}"
         return
-    default = kernel.configure(accepted[0]) if kernel.configure else None
-    own = {field.name for field in fields(default)} if is_dataclass(default) else set()
+    kinds = {type(made) for made in kernel.configurations(accepted[0])}
+    own = {field.name for kind in kinds for field in fields(kind)}
     if set(choice.configuration) - own:
         yield f"no such fields: {sorted(set(choice.configuration) - own)}"
         return
-    made = replace(default, **choice.configuration) if own else default
-    tested = getattr(sys.modules[kernel.launch.__module__], "CONFIGURATIONS", None)
-    if tested is not None and made not in tested:
-        yield f"not one of those that are tested: {made}"
+    tested = sys.modules[kernel.launch.__module__].CONFIGURATIONS
+    if not any(kind(**choice.configuration) in tested for kind in kinds):
+        yield f"not one of those that are tested: {choice.configuration}"
 
 
 class TestContract:
     def test_all_in_the_file_can_be_followed(self, monkeypatch):
         monkeypatch.setattr(launch, "missing", lambda: None)
         monkeypatch.setattr(launch, "untested", lambda: None)
-        assert list(problems(choices.entries())) == []
+        assert list(problems(choices.read(choices.SHIPPED))) == []
 
     def test_its_measurements_have_ceilings(self):
-        gpus = {choice.measurement["gpu"] for one in choices.entries() for _, held in one.rows for choice in held}
-        assert gpus <= set(ceilings.CEILINGS)
+        held = [one.choice for entry in choices.read(choices.SHIPPED) for of in entry.kernels.values() for one in of]
+        assert {choice.measurement["gpu"] for choice in held} <= set(ceilings.CEILINGS)
 
-    def test_what_cannot_be_followed_is_found(self, measured):
+    def test_what_cannot_be_followed_is_found(self, measured, monkeypatch):
+        monkeypatch.setattr(launch, "missing", lambda: None)
+        monkeypatch.setattr(launch, "untested", lambda: None)
         measured(
-            entry([64, 64], (4, "fastest", {}, {}), (None, "reference-torch", {}, {"8": 3.5})),
-            entry([64, 32], (8, "reference-torch", {"tiles": 4}, {"16": 3.5}), (None, "cpu-bf16", {}, {})),
+            entry([64, 64], (4, "fastest", {}, {}), (None, "triton-gemm", {}, {"4": 3.5})),
+            entry([64, 32], (16, "triton-decode", {"tiles": 4}, {}), (None, "triton-gemm", {"parts": 3}, {})),
+            entry([64, 16], (None, "triton-decode", {}, {})),
         )
-        assert [line.removesuffix("()") for line in problems(choices.entries())] == [
+        assert list(problems(choices.entries())) == [
             "fastest at (64, 64), M 1-4: no such kernel",
-            "reference-torch at (64, 32), M 1-8: measured at another M",
-            *["reference-torch at (64, 32), M 1-8, bfloat16: no such fields: ['tiles']"] * 2,
-            *["cpu-bf16 at (64, 32), M 9-None, bfloat16: declined: ('runs on the CPU, not on cuda',)"] * 2,
+            "triton-gemm at (64, 64), M 5-None: measured at another M",
+            *["triton-decode at (64, 32), M 1-16, bfloat16: no such fields: ['tiles']"] * 2,
+            *["triton-gemm at (64, 32), M 17-None, bfloat16: not one of those that are tested: {'parts': 3}"] * 2,
+            "triton-decode at (64, 16), M 1-None, bfloat16: declined: ('takes up to 16 tokens, not 16384',)",
         ]
 
 
@@ -273,36 +421,70 @@ def planned(rows=1, device="cuda:sm_90", shape=(4096, 4096), **arguments):
 
 @pytest.mark.usefixtures("table")
 class TestOrder:
+    def order(self, rows, **of):
+        return [kernel.name for kernel in ordered(LinearArgs, call_like(device="cuda", rows=rows, **of))]
+
     def test_the_best_measured_comes_first(self, measured):
         measured(
             entry(
                 [64, 64],
-                (None, "many", {}, {}),
-                rows=[
-                    {
-                        "to": 2,
-                        "kernels": [{"kernel": name, "configuration": {}} for name in ("reference-torch", "many")],
-                    },
-                    {"to": None, "kernels": [{"kernel": "many", "configuration": {}}]},
-                ],
+                (2, "reference-torch", {}, {"1": 3.0, "2": 4.0}),
+                (None, "many", {}, {"4": 2.0}),
             )
         )
-
-        def order(rows, **of):
-            return [kernel.name for kernel in ordered(LinearArgs, call_like(device="cuda", rows=rows, **of))]
-
-        assert order(2, capability=90) == ["reference-torch", "many", "few"]
-        assert order(3, capability=90) == ["many", "few", "reference-torch"]
-        assert order(2, capability=80) == order(2) == ["few", "many", "reference-torch"]
+        assert self.order(2, capability=90) == ["reference-torch", "few", "many"]
+        assert self.order(3, capability=90) == ["many", "few", "reference-torch"]
+        assert self.order(2, capability=80) == self.order(2) == ["few", "many", "reference-torch"]
         assert select(LinearArgs, call_like(device="cuda", capability=90)).name == "reference-torch"
 
-    def test_configurations_are_the_defaults_but_for_what_was_measured(self, measured):
+    def test_times_at_the_next_measured_m_decide(self, measured):
+        """Between two of a kernel's own they lie on a line of logarithms."""
+        held = {
+            "few": [{"to": None, "configuration": {}, "microseconds": {"1": 1.0, "16": 16.0}}],
+            "many": [{"to": None, "configuration": {}, "microseconds": {"4": 3.0, "16": 20.0}}],
+        }
+        kernels = {name: {"measurement": "h200", "from": 1, "rows": rows} for name, rows in held.items()}
+        measured(entry([64, 64], (None, "a", {}, {}), kernels=kernels))
+        found = {m: names(90, (64, 64), m, "bfloat16") for m in (1, 2, 4, 5, 16, 64)}
+        few, many = ["few", "many"], ["many", "few"]
+        assert found == {1: few, 2: many, 4: many, 5: few, 16: few, 64: few}
+        assert choices.ends(call_like(shape=(64, 64), capability=90)) == (1, 4, 16)
+
+    def test_an_op_has_its_own(self, measured):
+        measured(entry([64, 64], (None, "a", {}, {})), entry([64, 64], (None, "b", {}, {}), op="linear-fp8"))
+        calls = [call_like(shape=(64, 64), capability=90, op=op) for op in ("linear", "linear-fp8", "other")]
+        assert [[one.kernel for one in choices.pick(call)] for call in calls] == [["a"], ["b"], []]
+
+    def test_ranges_begin_where_they_say(self, measured):
+        """Below, another shape's choices hold."""
+        measured(
+            entry([64, 64], (None, "many", {}, {}), kernels={"many": together("many")["many"] | {"from": 17}}),
+            entry([64, 128], (None, "few", {}, {})),
+        )
+        assert names(90, (64, 64), 16, "bfloat16") == ["few"]
+        assert names(90, (64, 64), 17, "bfloat16") == ["many"]
+
+    def test_how_full_the_last_wave_is_counts_from_17_rows(self, measured):
+        """132 multiprocessors: 17408 features are 136 tiles, two waves; 16384 and 8192 are 128 and 64."""
+        measured(entry([17408, 1024], (None, "two", {}, {})), entry([8192, 1024], (None, "one", {}, {})))
+        assert names(90, (16384, 1024), 16, "bfloat16") == ["two"]
+        assert choices._busy(16384, 32, 132) == 128 / 132
+        assert choices._busy(17408, 32, 132) == 136 / 264
+        assert choices._busy(17408, 257, 132) == 272 / 396
+        # |log2| of sizes 0.0875 or 1, half that of N / K as much: 0.131 + 0.455 beside 1.5 + 0.485
+        assert names(90, (16384, 1024), 17, "bfloat16") == ["two"]
+        # 12288 (96 tiles): 0.754 + 0.212 beside 0.877 + 0.242; 11264 (88): 0.942 + 0.152 beside 0.689 + 0.182
+        assert names(90, (12288, 1024), 64, "bfloat16") == ["two"]
+        assert names(90, (11264, 1024), 64, "bfloat16") == ["one"]
+
+    def test_configurations_are_the_class_s_defaults_but_for_what_was_measured(self, measured):
         measured(entry([64, 64], (4, "few", {"warps": 8}, {}), (None, "few", {}, {})))
         few = halfbyte.kernels.KERNELS[0]
         of = {"device": "cuda", "capability": 90}
         assert few.configure(call_like(rows=1, **of)) == Made(warps=8, tiles=1)
-        assert few.configure(call_like(rows=16, **of)) == Made(warps=4, tiles=2)
+        assert few.configure(call_like(rows=16, **of)) == Made(warps=4, tiles=1)
         assert halfbyte.kernels.KERNELS[1].configure(call_like(rows=1, **of)) == Made()
+        assert few.configure(call_like(rows=16, **of | {"capability": 80})) == Made(tiles=2)
 
 
 @pytest.mark.usefixtures("table")
@@ -317,11 +499,10 @@ class TestPlans:
         assert lines == [
             ["op", "linear N=4096 K=4096 M=1, layout rows"],
             ["arrays", "torch on cuda (sm_90), bfloat16 to bfloat16"],
-            ["kernel", "few (best on NVIDIA H200 at 4096x4096, measured 2026-11-30)"],
+            ["kernel", "few (best on NVIDIA H200 at 4096x4096, measured 2026-11-30, shipped)"],
             ["how", "warps=8 tiles=1"],
-            ["M 1-8", "few warps=8 tiles=1"],
-            ["M 9-16", "few warps=8 tiles=2"],
-            ["M 17-", "many warps=4 tiles=2"],
+            ["M 1-16", "few warps=8 tiles=1"],
+            ["M 17-", "many warps=4 tiles=1"],
             ["bytes", "9,453,572"],
             ["flops", "33,554,432"],
             ["time", "at least 3.4 us on NVIDIA H200 (4 TB/s + 1 us, 800 TFLOP/s); 6.0 us expected"],
@@ -333,15 +514,14 @@ class TestPlans:
             ],
         ]
         assert chosen.ranges == (
-            (1, 8, "few warps=8 tiles=1"),
-            (9, 16, "few warps=8 tiles=2"),
-            (17, None, "many warps=4 tiles=2"),
+            (1, 16, "few warps=8 tiles=1"),
+            (17, None, "many warps=4 tiles=1"),
         )
         # What is expected scales with what the call takes at the least, from the nearest M and shape.
         larger = planned(shape=(8192, 4096))
         ratio = (linear_cost(larger.call).bytes / 4e12 + 1e-6) / (linear_cost(chosen.call).bytes / 4e12 + 1e-6)
         assert larger.time.endswith(f"; {6 * ratio:.1f} us expected")
-        assert larger.why == "best on NVIDIA H200 at 4096x4096, measured 2026-11-30"
+        assert larger.why == "best on NVIDIA H200 at 4096x4096, measured 2026-11-30, shipped"
         assert planned(16).time.endswith("; 7.0 us expected")
         assert planned(512).time.endswith("; 50.0 us expected")
         assert planned(512).refusals == (("few", "takes up to 16 tokens, not 512"),)
@@ -349,23 +529,17 @@ class TestPlans:
 
     def test_another_dtype_than_what_was_measured(self, measured):
         measured(entry([64, 64], (None, "few", {"warps": 8}, {"1": 3.5}), dtypes=["bfloat16", "float16"]))
-        assert planned().why == "best on NVIDIA H200 at 64x64, measured 2026-11-30"
+        assert planned().why == "best on NVIDIA H200 at 64x64, measured 2026-11-30, shipped"
         other = planned(dtype="float16")
-        assert other.why == "best with bfloat16 on NVIDIA H200 at 64x64, measured 2026-11-30"
+        assert other.why == "best with bfloat16 on NVIDIA H200 at 64x64, measured 2026-11-30, shipped"
         assert other.configuration == planned().configuration == "warps=8 tiles=1"
         assert planned().time.endswith(" us expected")
         assert other.time.endswith("; not measured")
 
     def test_the_best_declines(self, measured):
-        measured(
-            entry(
-                [64, 64],
-                (None, "few", {}, {}),
-                rows=[{"to": None, "kernels": [{"kernel": name, "configuration": {}} for name in ("few", "many")]}],
-            )
-        )
-        assert planned(17).why == "best of those that accept on NVIDIA H200 at 64x64, measured 2026-11-30"
-        assert planned(17).time.endswith("; not measured")
+        measured(entry([64, 64], (None, "few", {}, {}), kernels=together("few", "many")))
+        assert planned(17).why == "best of those that accept on NVIDIA H200 at 64x64, measured 2026-11-30, shipped"
+        assert planned(17).time.endswith(" us expected")
 
     def test_another_than_what_was_measured(self, measured):
         measured(entry([64, 64], (None, "many", {}, {})))

@@ -128,6 +128,23 @@ def decodes(capability):
     return programs
 
 
+def quantizes(capability):
+    """Activations to FP8: rows that are held, in both orders, and one that is read twice."""
+    from halfbyte.kernels.cuda.fp8_quantize import specified
+    from halfbyte.kernels.cuda.fp8_quantize_code import quantize
+
+    programs = {}
+    for k in (4096, 32768, 57344, 100):
+        for dtype in ("bfloat16", "float16", "float32"):
+            for ordered in (True, False):
+                types, constants, warps = specified(dtype, k, capability=capability, ordered=ordered, early=True)
+                arguments = {name: kind.removesuffix(":16") for name, kind in types.items()}
+                aligned = tuple(name for name in ("k", "pitch") if types[name].endswith(":16"))
+                name = f"{dtype} {k}{' ordered' if ordered else ''}"
+                programs[name] = Program(quantize, arguments, constants, {"num_warps": warps}, aligned)
+    return programs
+
+
 def decodes_and_multiplies(rows):
     """Of gluon-decode: what is chosen for so many rows, at the shape and with the dtypes that it is chosen for."""
 
@@ -159,6 +176,7 @@ KERNELS = (
     Kernel("blocks", blocks, {80: Limit(80), 90: Limit(80)}, matrix=False),
     Kernel("encode", encodes, {80: Limit(176), 90: Limit(176)}, matrix=False),
     Kernel("decode", decodes, {80: Limit(40), 90: Limit(40)}, matrix=False),
+    Kernel("quantize", quantizes, {80: Limit(96), 90: Limit(96)}, matrix=False),
     Kernel("triton-decode", portable.programs(Decode), {80: Limit(80, 36), 90: Limit(80, 36)}),
     Kernel("triton-gemm", portable.programs(Gemm), {80: Limit(250, 12), 90: Limit(200, 46)}),
     Kernel("triton-columns-few", portable.programs(Few), {80: Limit(140, 48), 90: Limit(172, 48)}),

@@ -17,6 +17,7 @@ from benchmarks.gpu_subjects import Candidate, Result, Weights
 
 import halfbyte as hb
 from halfbyte.kernels.cuda.ceilings import CEILINGS
+from halfbyte.trials import WrongResultError
 
 H200 = CEILINGS["NVIDIA H200"]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -31,15 +32,30 @@ def test_ideal(n, k, rows, microseconds):
     assert gpu_bounds.ideal(H200, n, k, rows) * 1e6 == pytest.approx(microseconds, rel=1e-4)
 
 
+LARGE = ((28672, 8192, 512), (14336, 4096, 1024), (4096, 4096, 4096), (14336, 4096, 2048))
+
+
 def test_bounds_of_shapes_and_tokens():
     assert gpu_bounds.share(248077, 4096, 8) == (0.86, 0.96)
     assert gpu_bounds.share(4096, 4096, 16) == (0.45, 0.80)
-    assert [gpu_bounds.share(*case) for case in ((14336, 4096, 2), (4096, 14336, 1), (4096, 4096, 32))] == [None] * 3
+    assert [gpu_bounds.share(*case) for case in ((14336, 4096, 2), (4096, 14336, 1), (4096, 4096, 512))] == [None] * 3
+    assert gpu_bounds.share(28672, 8192, 64) == gpu_bounds.share(28672, 8192, 32) == (0.56, 0.75)
+    assert gpu_bounds.share(14336, 4096, 256) == gpu_bounds.share(14336, 4096, 128) == (0.74, 0.92)
+    assert gpu_bounds.over_cublas(14336, 4096, 256) is gpu_bounds.over_cublas(4096, 14336, 512) is None
+    assert [round(1 / gpu_bounds.over_cublas(*case)[0], 3) for case in LARGE] == [1.1, 1.16, 1.16, 1.1]
     assert gpu_bounds.over_humming(28672, 8192, 2) == (1.3, None)
-    assert gpu_bounds.over_humming(28672, 8192, 16) is None
+    assert gpu_bounds.over_humming(28672, 8192, 4096) == gpu_bounds.over_humming(4096, 4096, 32) == (1, None)
+    assert gpu_bounds.over_humming(14336, 4096, 1024) == (0.97, None)
+    assert gpu_bounds.over_humming(4096, 4096, 64) is gpu_bounds.over_humming(248077, 4096, 16) is None
     assert gpu_bounds.is_off(4.1e12, 4.54e12)
     assert gpu_bounds.is_off(850e12, 783e12)
     assert not gpu_bounds.is_off(4.3e12, 4.54e12)
+
+
+def test_what_fp8_moves():
+    """Twice the operations; the packed weight, or the twin."""
+    assert gpu_bounds.ideal(H200, 28672, 8192, 1024, "fp8") * 1e6 == pytest.approx(307.1789, rel=1e-4)
+    assert gpu_bounds.moved(4096, 4096, 256, "twin") - gpu_bounds.moved(4096, 4096, 256) == 4096 * 4096 * 7 // 16
 
 
 FRAGMENTS = {"layout": "fragments(dtype=bfloat16)"}
@@ -84,6 +100,31 @@ def test_figures_and_their_verdicts():
     )
 
 
+def test_fp8_stands_beside_the_exact_product_and_the_twin():
+    case = Case(28672, 8192, 256, "bfloat16", H200)
+    measured = [
+        Measured("gluon-gemm", "default", 28672, 170e-6, 169e-6, 1.66e-3, FRAGMENTS),
+        Measured("gluon-fp8", "fp8", 28672, 120e-6, 119e-6, 2.4e-3, FRAGMENTS),
+        Measured("scaled-mm", "twin", 28672, 100e-6, 99e-6, 5.1e-3, {"layout": "twin"}),
+        Measured("cublas bfloat16", "peer", 28672, 180e-6, 180e-6, 2.3e-3),
+    ]
+    rows = [gpu_report.row(case, one, measured) for one in measured]
+    found = {figure.name: (round(figure.value, 4), figure.must, figure.met) for figure in rows[1].figures}
+    assert found == {
+        "of ideal": (0.6399, None, None),
+        "GB/s": (1258.2912, None, None),
+        "TFLOP/s": (1002.159, None, None),
+        "relative error": (0.0024, 5e-3, True),
+        "x the exact product": (1.4167, 1.25, True),
+        "x the time of scaled-mm": (1.2, 1.3, True),
+        "x cublas bfloat16": (1.5, None, None),
+    }
+    assert [figure.name for figure in rows[2].figures if figure.met is False] == ["relative error"]
+    assert "*gluon-fp8 120.0 (0.64), scaled-mm 100.0 (" in gpu_report.line(case, rows)
+    few = Case(28672, 8192, 64, "bfloat16", H200)
+    assert not [f.name for f in gpu_report.row(few, measured[1], measured).figures if f.must and f.name[0] == "x"]
+
+
 def test_an_unknown_gpu_has_no_bounds():
     case = Case(4096, 4096, 1, "bfloat16", None)
     row = gpu_report.row(case, MEASURED[0], MEASURED)
@@ -121,10 +162,13 @@ def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
     for what in ("M=1 136x64", "M=3 136x64", "M=1 48x128", "M=3 48x128"):
         assert kinds.count((what, "default")) == 1
         assert kinds.count((what, "whole")) == ("136" in what)
+        assert kinds.count((what, "fp8")) == kinds.count((what, "twin")) == 1
     for row in rows:
         figures = {figure["name"]: figure["value"] for figure in row["figures"]}
         assert row["seconds"] > 0
         assert 0 < figures.get("relative error", 1e-3) < 2e-3
+        if row.get("facts", {}).get("kind") == "fp8":
+            assert {"x the exact product", "x the time of fp8-torch"} <= set(figures)
         assert len(row["facts"]["batches"]) == gpu.ROUNDS if row["what"].startswith("M=") else True
     assert [row["what"] for row in rows[-6:]] == [
         "host M=1 32x64",
@@ -235,7 +279,7 @@ def test_what_is_wrong_is_found(product, spoil, words):
         candidate.call(0)
         spoil(result.memory, candidate.out)
 
-    with pytest.raises(RuntimeError, match=words):
+    with pytest.raises(WrongResultError, match=words):
         gpu_subjects.error(candidate, x, result, replay)
 
 

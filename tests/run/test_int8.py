@@ -330,8 +330,8 @@ class TestErrors:
             lambda p: plan("linear", self.w, rows=1, precision=p),
         ):
             with pytest.raises(UsageError) as caught:
-                call("fp8")
-            assert str(caught.value) == "unknown precision: got 'fp8', expected 'exact' or 'int8'"
+                call("fp4")
+            assert str(caught.value) == "unknown precision: got 'fp4', expected 'exact' or 'int8' or 'fp8'"
 
     def test_a_twin_is_not_exact(self):
         with pytest.raises(UsageError) as caught:

@@ -88,21 +88,23 @@ def console(stderr: bool = False) -> Console:
 
 
 @contextlib.contextmanager
-def progress(label: str, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress callback: a bar on a terminal, now and then a line elsewhere."""
+def progress(label: str, quiet: bool, noun: str | None = None) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress callback: a bar on a terminal, now and then a line elsewhere; it counts bytes, or what ``noun`` is."""
     if quiet:
         yield None
     elif is_terminal(sys.stderr):
         from rich.progress import (
             BarColumn,
             DownloadColumn,
+            MofNCompleteColumn,
             Progress,
             TextColumn,
             TimeRemainingColumn,
             TransferSpeedColumn,
         )
 
-        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        count = (MofNCompleteColumn(),) if noun else (DownloadColumn(), TransferSpeedColumn())
+        columns = (BarColumn(), *count, TimeRemainingColumn())
         with Progress(TextColumn("{task.description}"), *columns, console=console(stderr=True), transient=True) as bar:
             task = bar.add_task(label, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -114,7 +116,8 @@ def progress(label: str, quiet: bool) -> Iterator[Callable[[int, int], None] | N
             if time.monotonic() - last > _LINE_EVERY:
                 last = time.monotonic()
                 with contextlib.suppress(OSError):  # nobody listens
-                    print(f"{label}: {size(done)} of {size(total)}", file=sys.stderr)
+                    counts = f"{done} of {total} {noun}" if noun else f"{size(done)} of {size(total)}"
+                    print(f"{label}: {counts}", file=sys.stderr)
 
         yield line
 

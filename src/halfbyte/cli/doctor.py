@@ -40,6 +40,7 @@ def _render(report: Report, out: Console) -> None:
             ("dequantize", facts["dequantize"]),
             *((name, f"on the {place}: {state}") for place, held in kernels.items() for name, state in held.items()),
             ("triton", facts["triton"]),
+            *((f"choices {whose}", held) for whose, held in facts["choices"].items()),
             *((f"extra {extra}", state) for extra, state in facts["extras"].items()),
         ],
     )

@@ -6,17 +6,18 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, embedding, int8, reference
+from halfbyte.kernels import attention, embedding, fp8, int8, reference
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
-from halfbyte.kernels.cuda import choices, columns, decode, decode_gluon, gemm, gemm_gluon
+from halfbyte.kernels.cuda import choices, columns, decode, decode_gluon, fp8_gluon, gemm, gemm_gluon, scaled_mm
 from halfbyte.kernels.cuda import embedding as cuda_embedding
 from halfbyte.kernels.descriptors import TensorDesc
 from halfbyte.kernels.embedding import EmbeddingArgs, EmbeddingCall
 from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
 from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
+from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
 from halfbyte.kernels.int8 import Int8Args, Int8Call
 
 KERNELS: tuple[Kernel[Any, Any], ...] = (
@@ -37,6 +38,10 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     cpu_int8.VNNI,
     cpu_int8.PORTABLE,
     int8.NUMPY,
+    fp8_gluon.GLUON,
+    scaled_mm.TORCH,
+    fp8.TORCH,
+    fp8.NUMPY,
     attention.LLM_TORCH,
     attention.LLM_NUMPY,
     attention.LLM_PAGED_TORCH,
@@ -59,6 +64,8 @@ __all__ = [
     "EmbeddingCall",
     "FmhaV2Llm",
     "FmhaV2Vit",
+    "Fp8Args",
+    "Fp8Call",
     "Int8Args",
     "Int8Call",
     "Kernel",
@@ -95,7 +102,7 @@ def ordered(bundle: type[A], call: AnyCall) -> list[Kernel[A, Any]]:
     """The kernels of a bundle as ``select`` asks them: on a GPU the best measured first, then in the table's order."""
     found = [kernel for kernel in KERNELS if kernel.bundle is bundle]
     if isinstance(call, Call) and call.capability:
-        best = [choice.kernel for choice in choices.pick(call.capability, call.shape, call.rows, call.dtype)]
+        best = [choice.kernel for choice in choices.pick(call)]
         found.sort(key=lambda kernel: best.index(kernel.name) if kernel.name in best else len(best))
     return found
 

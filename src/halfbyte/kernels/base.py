@@ -8,7 +8,7 @@ states its bundle's class: type checkers refuse a launch on another, and ``Kerne
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar, Final, Generic, Literal, Protocol, TypeVar
@@ -215,9 +215,11 @@ class Kernel(Generic[A, C]):
     load: Callable[[C], None]
     launch: Callable[[A], None]
     cost: Callable[[C], Cost]
-    bind: Callable[[A], Callable[[Array, Array | None, Array], None]] | None = None
+    bind: Callable[..., Callable[[Array, Array | None, Array], None]] | None = None
     configure: Callable[[C], Any] | None = None
     scratch: Callable[[C], int] | None = None
+    configurations: Callable[[C], Sequence[Any]] | None = None
+    compile: Callable[[C, Any], None] | None = None
 
     @property
     def op(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from halfbyte import jit
 from halfbyte.findings import Report
-from halfbyte.tiers import TRITON, tiers
+from halfbyte.tiers import TRITON, chosen, tiers
 
 EXTRAS: Final[dict[str, tuple[str, ...]]] = {
     "cpu": ("numba",),
@@ -31,7 +31,7 @@ def doctor() -> Report:
         A report; its facts are "python", "platform", "cores", "cpu", "packages" (version or None),
         "extras" (for each: ready, or the command that installs it), "layouts", "quantize" and
         "dequantize" (compiled, or why not), "gpus", "kernels" (for "cpu" and "gpu" each one for linear: ready, or why
-        not) and "triton" (with which versions they were tested).
+        not), "triton" (with which versions they were tested) and "choices" (for "shipped" and "user", what was tuned).
     """
     names = dict.fromkeys([*_BASE, *(p for packages in EXTRAS.values() for p in packages)])
     packages = {name: _version(name) for name in names}
@@ -56,6 +56,7 @@ def doctor() -> Report:
         "gpus": gpus,
         "kernels": tiers([int(gpu["capability"].replace(".", "")) for gpu in gpus]),
         "triton": TRITON,
+        "choices": chosen(),
     }
     return Report("doctor", (), facts)
 

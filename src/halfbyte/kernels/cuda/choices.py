@@ -1,36 +1,58 @@
-"""Which kernel is tried first on a GPU, and in which configuration: what was measured there, in ``choices.json``.
+"""Which kernel is tried first on a GPU, and in which configuration: what ``halfbyte tune`` measured there.
 
-::
+One file is shipped, ``choices.json`` beside this one, for the GPUs that it names. ``halfbyte tune`` writes another for
+the GPU it runs on, to where ``HALFBYTE_CHOICES`` says or else to ``halfbyte/choices.json`` in the user's cache folder;
+what that holds of a shape and kernel replaces what is shipped. Both are read once in a process::
 
-    {"measurements": {"h200": {"gpu": ..., "driver": ..., "torch": ..., "triton": ..., "date": ..., "command": ...}},
+    {"format": 2,
+     "measurements": {"h200": {"gpu": ..., "multiprocessors": 132, "driver": ..., "torch": ..., "triton": ...,
+                               "date": ..., "command": ...}},
      "choices": [
-       {"measurement": "h200", "capability": 90, "dtypes": ["bfloat16"], "shape": [14336, 4096],
-        "rows": [{"to": 8,    "kernels": [{"kernel": "a", "configuration": {...}, "microseconds": {"1": 10.4}}, ...]},
-                 {"to": null, "kernels": [...]}]}]}
+       {"op": "linear", "capability": 90, "dtypes": ["bfloat16", "float16"], "shape": [14336, 4096], "kernels": {
+          "a": {"measurement": "h200", "from": 1, "rows": [
+            {"to": 8, "configuration": {...}, "microseconds": {"1": 10.4, "8": 10.5}},
+            {"to": null, "configuration": {...}, "microseconds": {"64": 20.1}}]}}}]}
 
-``shape`` is (N, K); each entry of ``rows`` holds from the last one's ``to`` + 1 to its own, and null is without end.
-The first of ``dtypes`` was measured; the others have its choices, and no times.
-A weight takes the entry whose shape is nearest: the least |log2| of the ratio of their sizes N * K plus half the
-|log2| of the ratio of their N / K. Nothing is measured at run time.
+``shape`` is (N, K). Of a kernel's ``rows`` each holds from the last one's ``to`` + 1, the first from ``from``, to its
+own, and null is without end; ``configuration`` has the fields that are not their class's defaults. The first of
+``dtypes`` was measured; the others have its choices, and no times. Kernels are tried in the order of their times at
+the least number of rows measured that is not less than a call's. Nothing is measured at run time.
+
+A weight takes the entry that is nearest: the sum of
+
+- the |log2| of the ratio of their sizes N * K, and half the |log2| of the ratio of their N / K;
+- from 17 rows on how much more of the GPU one keeps busy than the other, in tiles of 128 features and 256 rows: what
+  decides there is how full the last wave of tiles is, or the only one. Rows count as the next power of two, so that
+  what runs does not change with each.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from math import log2
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import ceil, inf, log2
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from halfbyte.errors import FormatError
+from halfbyte.errors import FormatError, UsageError
+from halfbyte.jit import user_folder
 from halfbyte.kernels.base import Call
 
 C = TypeVar("C")
 
-PROVENANCE = ("gpu", "driver", "torch", "triton", "date", "command")
+FORMAT: Final = 2
+SHIPPED: Final = Path(__file__).with_name("choices.json")
+PROVENANCE: Final = ("gpu", "multiprocessors", "driver", "torch", "triton", "date", "command")
 """What a measurement states."""
+
+_FEW_ROWS: Final = 16
+_TILE: Final = (128, 256)
+_BUSY: Final = 1.0
+"""How far apart a GPU that is idle is from one that is busy, in doublings of N * K."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +61,12 @@ class Choice:
 
     Attributes:
         kernel: its name.
-        configuration: fields of the kernel's configuration that are not its default's.
+        configuration: fields of the kernel's configuration that are not their class's defaults.
         microseconds: measured, by the number of rows.
         shape: (N, K) of the weight that was measured.
         dtype: of the activations that were measured.
         measurement: what was measured where, as in ``PROVENANCE``.
+        file: that says so.
     """
 
     kernel: str
@@ -51,89 +74,241 @@ class Choice:
     microseconds: dict[int, float] = field(hash=False)
     shape: tuple[int, int]
     dtype: str
-    measurement: dict[str, str] = field(hash=False)
+    measurement: dict[str, Any] = field(hash=False)
+    file: Path
+
+    @property
+    def origin(self) -> str:
+        """The file, in words."""
+        return "shipped" if self.file == SHIPPED else str(self.file)
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Range:
+    """The rows for which a choice holds; ``last`` None is without end."""
+
+    first: int
+    last: int | None
+    choice: Choice
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """What was measured of a weight's shape: for each kernel its ranges of rows."""
+
+    op: str
     capability: int
     dtypes: tuple[str, ...]
     shape: tuple[int, int]
-    rows: tuple[tuple[int | None, tuple[Choice, ...]], ...]
+    kernels: Mapping[str, tuple[Range, ...]]
+
+    @functools.cached_property
+    def points(self) -> tuple[int, ...]:
+        """The numbers of rows that were measured."""
+        held = (one.choice.microseconds for ranges in self.kernels.values() for one in ranges)
+        return tuple(sorted({rows for times in held for rows in times}))
+
+    def at(self, rows: int) -> tuple[Choice, ...]:
+        """The kernels that were measured for so many rows, the fastest first."""
+        point = next((point for point in self.points if point >= rows), self.points[-1] if self.points else rows)
+        found = [(_time(ranges, point), of(ranges, rows)) for ranges in self.kernels.values()]
+        timed = [(time, choice) for time, choice in found if choice is not None]
+        return tuple(choice for _, choice in sorted(timed, key=lambda one: one[0]))
 
 
-def read(path: Path) -> tuple[_Entry, ...]:
-    """The entries of a file; FormatError where it is not as the module says."""
+def of(ranges: Iterable[Range], rows: int) -> Choice | None:
+    """The choice of the range that holds so many rows; 0 rows are as 1."""
+    rows = max(1, rows)
+    return next((r.choice for r in ranges if r.first <= rows and (r.last is None or rows <= r.last)), None)
+
+
+def _time(ranges: Iterable[Range], rows: int) -> float:
+    """Microseconds for so many rows, between those that were measured on a line of logarithms."""
+    times = {m: us for one in ranges for m, us in one.choice.microseconds.items()}
+    below, above = (
+        max((m for m in times if m <= rows), default=None),
+        min((m for m in times if m >= rows), default=None),
+    )
+    if below is None or above is None:
+        return inf if not times else times[above] if above else times[below or 0] * rows / (below or 1)
+    part = 0.0 if below == above else log2(rows / below) / log2(above / below)
+    return float(times[below] * (times[above] / times[below]) ** part)
+
+
+def user_file() -> Path | None:
+    """Where the user's choices are, or would be; None where HALFBYTE_CHOICES is "none"."""
+    asked = os.environ.get("HALFBYTE_CHOICES")
+    if asked == "none":
+        return None
+    return Path(asked) if asked else user_folder() / "choices.json"
+
+
+def read(path: Path) -> tuple[Entry, ...]:
+    """The entries of a file.
+
+    Raises:
+        FormatError: it is not as the module says, or of another format.
+        OSError: it cannot be read.
+    """
+    return tuple(_entries(load(path), path))
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A file's JSON, of which ``read`` makes entries; raises as that."""
     try:
-        held = json.loads(path.read_text())
-        entries = tuple(_entry(entry, held["measurements"]) for entry in held["choices"])
+        held: dict[str, Any] = json.loads(path.read_text())
+        found = held.get("format")
+    except (AttributeError, ValueError) as error:
+        raise _damaged(path, error) from error
+    if found != FORMAT:
+        raise FormatError(
+            "choices of kernels in another format", file=str(path), got=found, expected=FORMAT, hint=_HINT
+        )
+    list(_entries(held, path))
+    return held
+
+
+_HINT: Final = "delete the file, and run halfbyte tune"
+
+
+def _damaged(path: Path, error: Exception) -> FormatError:
+    return FormatError("damaged choices of kernels", file=str(path), got=f"{type(error).__name__}: {error}", hint=_HINT)
+
+
+def _entries(held: dict[str, Any], path: Path) -> Iterator[Entry]:
+    try:
         for measurement in held["measurements"].values():
             if set(measurement) != set(PROVENANCE):
                 raise ValueError(f"a measurement states {', '.join(PROVENANCE)}, not {', '.join(measurement)}")
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{path.name} is damaged", got=f"{type(error).__name__}: {error}") from error
-    return entries
+        for entry in held["choices"]:
+            n, k = entry["shape"]
+            if n < 1 or k < 1:
+                raise ValueError(f"no shape of a weight: {n}, {k}")
+            measured, *others = entry["dtypes"]
+            kernels = {}
+            for name, of_kernel in entry["kernels"].items():
+                measurement = held["measurements"][of_kernel["measurement"]]
+                kernels[name] = tuple(_ranges(name, of_kernel, (n, k), measured, measurement, path))
+            yield Entry(entry["op"], entry["capability"], (measured, *others), (n, k), kernels)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
 
 
-def _entry(held: dict[str, Any], measurements: dict[str, dict[str, str]]) -> _Entry:
-    n, k = held["shape"]
-    measured, *others = held["dtypes"]
-    ends = [span["to"] for span in held["rows"]]
-    if ends[-1] is not None or None in ends[:-1] or ends[:-1] != sorted(set(ends[:-1])):
-        raise ValueError(f"rows do not go up to null: {ends}")
-
-    def choices(span: dict[str, Any]) -> Iterator[Choice]:
-        for one in span["kernels"]:
-            times = {int(rows): float(us) for rows, us in one.get("microseconds", {}).items()}
-            measurement = measurements[held["measurement"]]
-            yield Choice(one["kernel"], one["configuration"], times, (n, k), measured, measurement)
-
-    spans = tuple((span["to"], tuple(choices(span))) for span in held["rows"])
-    return _Entry(held["capability"], (measured, *others), (n, k), spans)
+def _ranges(
+    kernel: str, held: dict[str, Any], shape: tuple[int, int], dtype: str, measurement: dict[str, Any], path: Path
+) -> Iterator[Range]:
+    first, ends = held["from"], [one["to"] for one in held["rows"]]
+    rising = [first - 1, *(inf if end is None else end for end in ends)]
+    if not ends or any(last >= end for last, end in pairwise(rising)):
+        raise ValueError(f"rows of {kernel} do not rise: from {first} to {ends}")
+    for one in held["rows"]:
+        times = {int(rows): float(us) for rows, us in one["microseconds"].items()}
+        choice = Choice(kernel, dict(one["configuration"]), times, shape, dtype, measurement, path)
+        yield Range(first, one["to"], choice)
+        first = (one["to"] or 0) + 1
 
 
 @functools.cache
-def entries() -> tuple[_Entry, ...]:
-    """Those of ``choices.json``."""
-    return read(Path(__file__).with_name("choices.json"))
+def entries() -> tuple[Entry, ...]:
+    """Those that are shipped, and the user's, which replace them.
+
+    Raises:
+        FormatError: as ``read``.
+        UsageError: HALFBYTE_CHOICES names a file that is not there, or the user's cannot be read.
+    """
+    held = {_key(entry): entry for entry in read(SHIPPED)}
+    for entry in _users():
+        before = held.get(_key(entry))
+        kernels = {**(before.kernels if before else {}), **entry.kernels}
+        held[_key(entry)] = Entry(entry.op, entry.capability, entry.dtypes, entry.shape, kernels)
+    return tuple(held.values())
+
+
+def _key(entry: Entry) -> Any:
+    return entry.op, entry.capability, entry.dtypes[0], entry.shape
+
+
+def _users() -> tuple[Entry, ...]:
+    path = user_file()
+    try:
+        return read(path) if path else ()
+    except FileNotFoundError:
+        if not os.environ.get("HALFBYTE_CHOICES"):
+            return ()
+        raise UsageError(
+            "HALFBYTE_CHOICES names no file", got=str(path), hint="run halfbyte tune, which writes it, or unset it"
+        ) from None
+    except NotADirectoryError:  # a user without a home
+        return ()
+    except OSError as error:
+        raise UsageError(
+            "choices of kernels cannot be read", file=str(path), got=error.strerror, hint="HALFBYTE_CHOICES=none"
+        ) from error
 
 
 @functools.lru_cache(maxsize=4096)
-def _nearest(capability: int, shape: tuple[int, int], dtype: str) -> _Entry | None:
+def _by_distance(op: str, capability: int, shape: tuple[int, int], dtype: str, rows: int) -> tuple[Entry, ...]:
     n, k = shape
-    held = [e for e in entries() if e.capability == capability and dtype in e.dtypes]
-    if not held or not n * k:
-        return None
-
-    def far(entry: _Entry) -> float:
-        other, along = entry.shape
-        return abs(log2(n * k / (other * along))) + abs(log2(n / k * along / other)) / 2
-
-    return min(held, key=far)
-
-
-def pick(capability: int, shape: tuple[int, ...], rows: int, dtype: str) -> tuple[Choice, ...]:
-    """What to try for a weight (*E, N, K) and M rows, best first; () where nothing was measured."""
-    entry = _nearest(capability, (shape[-2], shape[-1]), dtype)
-    if entry is None:
+    held = [e for e in entries() if e.op == op and e.capability == capability and dtype in e.dtypes]
+    if not n * k:
         return ()
-    return next(choices for end, choices in entry.rows if end is None or rows <= end)
+
+    def far(entry: Entry) -> tuple[float, bool]:
+        other, along = entry.shape
+        size, aspect = log2(n * k / (other * along)), log2(n / k * along / other)
+        idle = 0.0
+        if rows > _FEW_ROWS:
+            ranges = next(iter(entry.kernels.values()), ())
+            width = ranges[0].choice.measurement["multiprocessors"] if ranges else 1
+            idle = _BUSY * abs(_busy(n, rows, width) - _busy(other, rows, width))
+        return abs(size) + abs(aspect) / 2 + idle, entry.dtypes[0] != dtype
+
+    return tuple(sorted(held, key=far))
+
+
+def _busy(n: int, rows: int, multiprocessors: int) -> float:
+    """The part of a GPU's multiprocessors that tiles keep busy, in all waves together."""
+    waves = ceil(n / _TILE[0]) * ceil(rows / _TILE[1]) / multiprocessors
+    return waves / ceil(waves)
+
+
+def _near(call: Call) -> tuple[Entry, ...]:
+    rows = 1 << max(0, call.rows - 1).bit_length()
+    return _by_distance(call.op, call.capability, (call.shape[-2], call.shape[-1]), call.dtype, rows)
+
+
+def pick(call: Call) -> tuple[Choice, ...]:
+    """What to try for a call, best first: of the nearest entry that has such rows; () where nothing was measured."""
+    return next((found for entry in _near(call) if (found := entry.at(call.rows))), ())
 
 
 def ends(call: Call) -> tuple[int, ...]:
-    """The last M of each range in which the same is tried, but for the one without end."""
-    entry = _nearest(call.capability, (call.shape[-2], call.shape[-1]), call.dtype)
-    return () if entry is None else tuple(end for end, _ in entry.rows if end is not None)
+    """The last M of each range in which the same is tried, as far as the nearest entry says; there may be others."""
+    near = _near(call)[:1]
+    lasts = {one.last for entry in near for ranges in entry.kernels.values() for one in ranges}
+    firsts = {ranges[0].first - 1 for entry in near for ranges in entry.kernels.values()}
+    points = {point for entry in near for point in entry.points}
+    return tuple(sorted(end for end in {*lasts, *firsts, *points} if end))
 
 
 def choice(call: Call, kernel: str) -> Choice | None:
-    """What was measured of a kernel for calls like this one; None where it was not among the best."""
-    found = pick(call.capability, call.shape, call.rows, call.dtype)
-    return next((choice for choice in found if choice.kernel == kernel), None)
+    """What was measured of a kernel for calls like this one, where that is nearest; None where it was not."""
+    found = (of(entry.kernels.get(kernel, ()), call.rows) for entry in _near(call))
+    return next((choice for choice in found if choice is not None), None)
 
 
 def configured(call: Call, kernel: str, default: C) -> C:
-    """The configuration of a kernel, a frozen dataclass, for a call."""
+    """The configuration of a kernel, a frozen dataclass, for a call.
+
+    Raises:
+        FormatError: a file has fields that the kernel has not.
+    """
     found = choice(call, kernel)
-    made: Any = default
-    return default if found is None else replace(made, **found.configuration)
+    if found is None:
+        return default
+    try:
+        return type(default)(**found.configuration)
+    except TypeError as error:
+        raise FormatError(
+            f"choices that {kernel} does not have", file=str(found.file), got=found.configuration, hint=_HINT
+        ) from error

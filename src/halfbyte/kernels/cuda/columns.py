@@ -139,6 +139,12 @@ def configure(call: Call) -> Few | Many:
     return choices.configured(call, NAME, default)
 
 
+def configurations(call: Call) -> tuple[Few | Many, ...]:
+    """Those that can pay: all for so many tokens."""
+    kind = Few if call.rows <= FEW_ROWS else Many
+    return tuple(made for made in CONFIGURATIONS if isinstance(made, kind))
+
+
 def refuse(call: Call) -> tuple[str, ...]:
     """Why it declines a call."""
     reasons = fragments.why_not_linear(call)
@@ -184,9 +190,10 @@ def launch(args: LinearArgs) -> None:
     bind(args)(args.x, args.bias, args.out)
 
 
-def load(call: Call) -> None:
-    """Compile it."""
-    _program(call, "*fp32", configure(call), call.device)
+def load(call: Call, made: Few | Many | None = None) -> None:
+    """Compile it; ``made`` instead of the configuration chosen."""
+    made = configure(call) if made is None else made
+    _program(call, "*fp32", made, call.device)
 
 
 TRITON: Final = Kernel(
@@ -199,4 +206,6 @@ TRITON: Final = Kernel(
     cost=linear_cost,
     bind=bind,
     configure=configure,
+    configurations=configurations,
+    compile=load,
 )

@@ -91,6 +91,11 @@ def configure(call: Call) -> Decode:
     return choices.configured(call, NAME, Decode())
 
 
+def configurations(call: Call) -> tuple[Decode, ...]:
+    """Those that can pay: all."""
+    return CONFIGURATIONS
+
+
 def refuse(call: Call) -> tuple[str, ...]:
     """Why it declines a call."""
     reasons = fragments.why_not_fragments(call)
@@ -127,9 +132,10 @@ def launch(args: LinearArgs) -> None:
     bind(args)(args.x, args.bias, args.out)
 
 
-def load(call: Call) -> None:
-    """Compile it."""
-    _program(call, "*fp32", configure(call), call.device)
+def load(call: Call, made: Decode | None = None) -> None:
+    """Compile it; ``made`` instead of the configuration chosen."""
+    made = configure(call) if made is None else made
+    _program(call, "*fp32", made, call.device)
 
 
 TRITON: Final = Kernel(
@@ -142,4 +148,6 @@ TRITON: Final = Kernel(
     cost=linear_cost,
     bind=bind,
     configure=configure,
+    configurations=configurations,
+    compile=load,
 )

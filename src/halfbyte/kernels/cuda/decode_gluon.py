@@ -54,6 +54,9 @@ UNIT: Final = 64
 TILE: Final = 16
 """Features of a unit."""
 
+_PROGRAMS: Final = 64
+"""Fewer are too few for a GPU that this runs on."""
+
 _TYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -164,6 +167,20 @@ def configure(call: Call) -> Decode:
     return choices.configured(call, NAME, FEW if call.rows <= 8 else MANY)
 
 
+def configurations(call: Call) -> tuple[Decode, ...]:
+    """Those that can pay: enough programs for a GPU, as many loads on their way as pay, and no code twice."""
+    n, k = call.shape[-2:]
+    few = call.rows <= 8
+    found: dict[Any, Decode] = {}
+    for made in CONFIGURATIONS:
+        many = made.tiles == 1 or n >= _PROGRAMS * TILE * made.tiles
+        pays = 3 <= made.ahead and made.ahead * made.tiles <= 6 if few else made.ahead <= 5
+        if many and pays:
+            held = constants((n, k), call.rows, call.dtype, per_row=False, bias=False, made=made)
+            found.setdefault((made.warps, made.registers, *held.values()), made)
+    return tuple(found.values())
+
+
 def refuse(call: Call) -> tuple[str, ...]:
     """Why it declines a call."""
     reasons = list(why_not(call, least=90, most=90, gluon=True))
@@ -234,12 +251,13 @@ def launch(args: LinearArgs) -> None:
     bind(args)(args.x, args.bias, args.out)
 
 
-def load(call: Call) -> None:
-    """Compile it."""
+def load(call: Call, made: Decode | None = None) -> None:
+    """Compile it; ``made`` instead of the configuration chosen."""
+    made = configure(call) if made is None else made
     import torch
 
     for pdl in (False, True):
-        _program(call, "float32", configure(call), torch.device(call.device), pdl)
+        _program(call, "float32", made, torch.device(call.device), pdl)
 
 
 GLUON: Final = Kernel(
@@ -252,4 +270,6 @@ GLUON: Final = Kernel(
     cost=linear_cost,
     bind=bind,
     configure=configure,
+    configurations=configurations,
+    compile=load,
 )

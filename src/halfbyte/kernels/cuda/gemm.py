@@ -64,6 +64,10 @@ CONFIGURATIONS: Final = tuple(
 """Those that are tested. None has more than 64 sums in a lane: compilers got some of 128 wrong."""
 
 
+_MANY: Final = 32768
+"""Features, times 128 tokens, whose tiles keep any GPU busy."""
+
+
 def signature(dtype: str, out_dtype: str, bias: str, whole: bool) -> dict[str, str]:
     """The types of the device code's arguments; ``whole``: rows of out begin at multiples of 16 bytes."""
     return {
@@ -120,6 +124,14 @@ def configure(call: Call) -> Gemm:
     else:
         made = Gemm(tokens=tokens, parts=1 if n >= 25600 else 2)
     return choices.configured(call, NAME, made)
+
+
+def configurations(call: Call) -> tuple[Gemm, ...]:
+    """Those that can pay: of tiles that hold the tokens, or of the largest; parts of K only where tiles are few."""
+    tokens = next((size for size in (32, 64) if call.rows <= size), 128)
+    sizes = {tokens, 64} if call.rows <= 512 else {tokens}
+    few = call.shape[-2] * max(1, call.rows // 128) < _MANY
+    return tuple(made for made in CONFIGURATIONS if made.tokens in sizes and (made.parts == 1 or few))
 
 
 def tiles_of(call: Call, made: Gemm) -> tuple[int, int]:
@@ -184,9 +196,10 @@ def launch(args: LinearArgs) -> None:
     bind(args)(args.x, args.bias, args.out)
 
 
-def load(call: Call) -> None:
-    """Compile it."""
-    _program(call, "*fp32", configure(call), call.device, call.shape[0] % ALIGNED == 0)
+def load(call: Call, made: Gemm | None = None) -> None:
+    """Compile it; ``made`` instead of the configuration chosen."""
+    made = configure(call) if made is None else made
+    _program(call, "*fp32", made, call.device, call.shape[0] % ALIGNED == 0)
 
 
 TRITON: Final = Kernel(
@@ -199,5 +212,7 @@ TRITON: Final = Kernel(
     cost=linear_cost,
     bind=bind,
     configure=configure,
+    configurations=configurations,
+    compile=load,
     scratch=scratch,
 )

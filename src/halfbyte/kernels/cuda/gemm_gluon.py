@@ -242,6 +242,25 @@ def scratch(call: Call) -> int:
     return sum(scratch_of(made, _schedule(call, made, None)))
 
 
+def configurations(call: Call) -> tuple[Gemm, ...]:
+    """Those that can pay: from 9 tokens on, tiles that hold them, or half of them; parts only where a wave is not full.
+
+    All tiles are split only where there are fewer than multiprocessors.
+    """
+    if call.rows <= 8:
+        return ()
+    least = next((size for size in (32, 64, 128) if call.rows <= size), 256)
+    sizes = {least, max(32, least // 2)} if call.rows <= 512 else {least}
+
+    def pays(made: Gemm) -> bool:
+        held = _schedule(call, made, None)
+        tiles = held.along_n * held.along_m
+        few = tiles <= 2 * HOPPER * made.programs if made.all else held.split > 0
+        return made.tokens in sizes and (made.parts == 1 or few)
+
+    return tuple(made for made in CONFIGURATIONS if pays(made))
+
+
 def refuse(call: Call) -> tuple[str, ...]:
     """Why it declines a call."""
     reasons = (*why_not(call, least=90, most=90, gluon=True), *fragments.why_not_fragments(call))
@@ -264,9 +283,7 @@ def bind(args: LinearArgs, made: Gemm | None = None) -> Callable[[Array, Array |
     grid = (held.grid, 1, 1)
     fits = n * size % ALIGNED == 0
     programs = {
-        (pdl, whole): _program(call, bias_type, made, device, pdl, whole, held.split > 0)
-        for pdl in (False, True)
-        for whole in {fits, False}
+        (pdl, fits): _program(call, bias_type, made, device, pdl, fits, held.split > 0) for pdl in (False, True)
     }
     first = programs[False, fits]
     codes = first.tensor(0, buffers["codes"].data_ptr(), (-(-n // TILE), 8 * units, 16))
@@ -302,7 +319,11 @@ def bind(args: LinearArgs, made: Gemm | None = None) -> Callable[[Array, Array |
             None if counts is None else counts.data_ptr(),
             *numbers,
         )
-        programs[written.over, whole](grid, values)
+        run_program = programs.get((written.over, whole))
+        if run_program is None:
+            run_program = _program(call, bias_type, made, device, written.over, whole, held.split > 0)
+            programs[written.over, whole] = run_program
+        run_program(grid, values)
         if counted and not written.over:
             written.launched()
 
@@ -347,4 +368,6 @@ GLUON: Final = Kernel(
     bind=bind,
     configure=configure,
     scratch=scratch,
+    configurations=configurations,
+    compile=load,
 )

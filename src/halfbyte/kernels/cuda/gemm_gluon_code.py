@@ -276,9 +276,12 @@ def combine(acc, sums, counts, split, part, parts, R: gl.constexpr, NB: gl.const
     before = gl.atomic_add(counts + split, 1, sem="acq_rel")
     last = before == parts - 1
     if last:
-        acc = gl.load(at, cache_modifier=".cg")
-        for i in range(1, parts):
-            acc += gl.load(at + i * (16 * R * NB), cache_modifier=".cg")
+        if parts == 2:
+            acc += gl.load(at + (1 - part) * (16 * R * NB), cache_modifier=".cg")
+        else:
+            acc = gl.load(at, cache_modifier=".cg")
+            for i in range(1, parts):
+                acc += gl.load(at + i * (16 * R * NB), cache_modifier=".cg")
         gl.store(counts + split, 0)
     return acc, last
 

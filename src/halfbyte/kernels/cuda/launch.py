@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import inspect
 import logging
 import re
+import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from halfbyte.errors import UnavailableError, UsageError
 from halfbyte.gpu import missing
@@ -194,6 +197,35 @@ class Program:
         return made
 
 
+@dataclass(frozen=True)
+class Source:
+    """What decides the machine code of a program, for a compute capability; the arguments of ``compile_for``."""
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    @property
+    def key(self) -> Any:
+        """Equal for equal machine code."""
+        return self.kernel, *self.signature.items(), None, *self.constants.items(), None, *self.options.items()
+
+
+_recorded: list[Source] | None = None
+
+
+@contextmanager
+def recorded() -> Iterator[list[Source]]:
+    """While it lasts ``program`` makes nothing and needs no GPU; the list tells what it was asked for."""
+    global _recorded  # noqa: PLW0603
+    _recorded = []
+    try:
+        yield _recorded
+    finally:
+        _recorded = None
+
+
 def program(
     kernel: Any,
     signature: Mapping[str, str],
@@ -224,11 +256,14 @@ def program(
         UsageError: names that do not fit the kernel, or a first call while a CUDA graph is captured.
         UnavailableError: the device is not there or too small, or the folder for machine code cannot be written.
     """
+    options = options_of(warps=warps, stages=stages, maxnreg=maxnreg)
+    if _recorded is not None:
+        _recorded.append(Source(kernel, signature, constants, options))
+        return cast(Program, None)
     import torch
 
     device = torch.device(device)
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
-    options = options_of(warps=warps, stages=stages, maxnreg=maxnreg)
     key = (kernel, index, *signature.items(), None, *constants.items(), None, *options.items(), pdl)
     known = _programs.get(key)
     if known is not None:
@@ -278,7 +313,7 @@ def _make(
 
 
 def compile_for(
-    capability: int, kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], options: dict[str, Any]
+    capability: int, kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Any:
     """Triton's CompiledKernel for a compute capability (90 for sm_90); needs no GPU. Arguments as of ``program``.
 
@@ -324,6 +359,31 @@ def compile_for(
         ) from error
     finally:
         del source.make_ir
+
+
+def settle() -> None:
+    """What a process that only compiles begins with: it says nothing, and leaves Ctrl-C to the one that began it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _log.setLevel(logging.ERROR)
+
+
+def compile_named(
+    capability: int,
+    module: str,
+    name: str,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> str:
+    """``compile_for`` of a kernel by its name, into Triton's folder, for another process; why it failed, or nothing.
+
+    Not every error survives the way between processes.
+    """
+    try:
+        compile_for(capability, getattr(importlib.import_module(module), name), signature, constants, options)
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return ""
 
 
 @functools.cache

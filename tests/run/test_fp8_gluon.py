@@ -1,0 +1,449 @@
+"""The FP8 kernel in Gluon: its assembly evaluated, its machine code, its launches, and, on a GPU, its results."""
+
+import contextlib
+import importlib.util
+import itertools
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import gpu_fp8
+import halfbyte as hb
+from cuda_code import Program, compile_all, count
+from gluon_cases import arguments, guarded, replace_buffers
+from halfbyte.kernels import Fp8Args, Fp8Call
+from halfbyte.kernels.cuda import fp8_gluon, fp8_quantize
+from halfbyte.kernels.cuda.fp8_gluon import (
+    CONFIGURATIONS,
+    ERROR,
+    GLUON,
+    Fp8,
+    constants,
+    look_up_code,
+    signature,
+    table_code,
+)
+from halfbyte.kernels.cuda.gemm_gluon import SHARED
+from halfbyte.kernels.cuda.launch import Tensor, options_of
+from halfbyte.kernels.fp8 import quantized
+from halfbyte.layouts import Fragments, Rows
+from halfbyte.lossy import to_fp8
+from halfbyte.numerics import decode_e4m3, encode_e4m3
+from halfbyte.weight import Weight, to_numpy
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_gpu = [pytest.mark.gpu, needs_triton, pytest.mark.skipif(not hopper, reason="torch sees no Hopper GPU")]
+DTYPES = ("bfloat16", "float16")
+U32 = np.uint32
+
+
+def halves(words):
+    """u32 -> (..., 2) f32 of float16, the low half first."""
+    return np.stack([words & 0xFFFF, words >> 16], -1).astype(np.uint16).view(np.float16).astype(np.float32)
+
+
+def joined(parts):
+    """(..., 2) of 16 bits -> u32."""
+    return parts[..., 0].astype(U32) | parts[..., 1].astype(U32) << 16
+
+
+def evaluate(code, **values):
+    """The registers after a block of assembly, as u32 arrays."""
+    held = {name: np.asarray(value, U32) for name, value in values.items()}
+
+    def value(text):
+        return U32(int(text, 0)) if text[0].isdigit() else held[text]
+
+    for statement in filter(None, map(str.strip, code.strip("{} ").split(";"))):
+        opcode, rest = statement.split(maxsplit=1)
+        if opcode == ".reg":
+            continue
+        if opcode == "mov.b32" and rest.startswith("{"):
+            low, high, of = re.fullmatch(r"\{(\w+), (\w+)\}, (\S+)", rest).groups()
+            held[low], held[high] = held[of] & 0xFFFF, held[of] >> 16
+            continue
+        if opcode == "mov.b32" and rest.endswith("}"):
+            to, low, high = re.fullmatch(r"(\S+), \{(\w+), (\w+)\}", rest).groups()
+            held[to] = held[low] | held[high] << 16
+            continue
+        to, *given = rest.split(", ")
+        a, *more = map(value, given)
+        if opcode in ("mov.b32", "cvt.u32.u16"):
+            result = a
+        elif opcode == "shl.b32":
+            result = a << more[0]
+        elif opcode == "shr.u32":
+            result = a >> more[0]
+        elif opcode == "shf.l.wrap.b32":
+            assert (a == more[0]).all()
+            result = a << more[1] | a >> 32 - more[1]
+        elif opcode == "and.b32":
+            result = a & more[0]
+        elif opcode == "lop3.b32" and more[2] == 0xE4:
+            result = a & more[1] | more[0] & ~more[1]
+        elif opcode == "lop3.b32":
+            assert more[2] == 0xF8
+            result = a | more[0] & more[1]
+        elif opcode == "prmt.b32":
+            a, b, select = np.broadcast_arrays(a, *more)
+            assert not (select & 0x8888).any()
+            eight = np.stack([v >> 8 * i & 0xFF for v in (a, b) for i in range(4)])
+            picked = [np.take_along_axis(eight, (select >> 4 * i & 7)[None].astype(np.int64), 0)[0] for i in range(4)]
+            result = sum(byte << 8 * i for i, byte in enumerate(picked))
+        elif opcode == "mul.f16x2":
+            result = joined((halves(a) * halves(more[0])).astype(np.float16).view(np.uint16))
+        else:
+            assert opcode == "cvt.rn.satfinite.e4m3x2.f16x2", opcode
+            low, high = np.moveaxis(encode_e4m3(halves(a)), -1, 0)
+            result = low.astype(U32) | high.astype(U32) << 8
+        held[to] = np.asarray(result, U32)
+    return held
+
+
+def test_the_tables_of_every_scale_are_what_codes_become():
+    stored = Fragments().to_stored(SimpleNamespace(scales=np.arange(0x7F, dtype=np.uint8)))[0].astype(U32)
+    for other in (0, 0xF7):
+        made = evaluate(table_code(), **{"$4": stored | other << 8})
+        found = np.stack([made["$0"], made["$1"]], -1).view(np.uint8)
+        values = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)[:, None]
+        expected = encode_e4m3(values * np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32) / np.float32(6))
+        np.testing.assert_array_equal(found, expected)
+        swapped = evaluate(table_code(), **{"$4": stored << 8 | other})
+        assert all((swapped[f"${i + 2}"] == made[f"${i}"]).all() for i in (0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_code_with_every_scale_becomes_the_byte_of_the_twin(dtype):
+    rng = np.random.default_rng(5)
+    scales = np.concatenate([rng.permutation(0x7F).astype(np.uint8) for _ in range(64)]).reshape(16, 508)
+    codes = rng.permuted(np.tile(np.arange(16, dtype=np.uint8), (16 * 508, 1)), axis=1).reshape(16, -1)
+    weight = Weight(codes=codes[:, ::2] | codes[:, 1::2] << 4, scales=scales, scale2=1.0)
+    packed = Fragments(dtype).pack(weight).buffers()
+    words = packed["codes"].view(U32).reshape(127, 8, 4, 4)  # u g kt c
+    pairs = packed["scales"].view(np.uint16).reshape(127, 8, 4).astype(U32)
+    tables = evaluate(table_code(), **{"$4": pairs})
+    given = {f"${4 + 4 * i}": tables[f"${i}"] for i in range(4)}
+    found = []
+    for s in (0, 1):
+        made = evaluate(look_up_code(dtype), **given, **{"$20": words[..., 2 * s], "$24": words[..., 2 * s + 1]})
+        found += [np.stack([made[f"${2 * e + rh}"] for rh in (0, 1)], -1) for e in (0, 1)]
+    found = np.stack(found, 1)[..., None].view(np.uint8)  # u (s e) g kt rh j
+    found = found.transpose(4, 2, 0, 1, 3, 5).reshape(16, -1)
+    twin = gpu_fp8.in_order(to_fp8(weight).data)
+    np.testing.assert_array_equal(np.where(found & 0x7F == 0, 0, found), np.where(twin & 0x7F == 0, 0, twin))
+
+
+# What it takes
+
+
+def accepted(**changes):
+    fields = {
+        "layout": Fragments(), "shape": (4096, 4096), "per_row": False, "pre_scale": False, "rows": 512,
+        "dtype": "bfloat16", "out_dtype": "bfloat16", "device": "cuda", "library": "torch", "bias": False,
+        "capability": 90,
+    }  # fmt: skip
+    return Fp8Call(**(fields | changes))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "cpu", "capability": 0}, "runs on NVIDIA GPUs, not on cpu"),
+        ({"capability": 89}, "is for sm_90, not sm_89"),
+        ({"capability": 100}, "is for sm_90, not sm_100"),
+        ({"layout": Rows()}, "reads the layout fragments, not rows"),
+        ({"layout": Rows(), "resident": True}, "multiplies by NVFP4, not by an Fp8Weight"),
+        ({"shape": (3, 32, 64)}, "takes one matrix (N, K), not expert axes (3,)"),
+        ({"aligned": False}, "takes codes and scales that begin at multiples of 16 bytes; clone the buffers"),
+    ],
+)
+def test_refusals(changes, reason):
+    assert GLUON.refuse(accepted(**changes)) == (reason,)
+
+
+@needs_triton
+def test_it_takes_activations_of_every_dtype_from_either_copy():
+    for dtype in DTYPES:
+        for given in ("float32", *DTYPES):
+            for out_dtype in ("float32", *DTYPES):
+                call = accepted(layout=Fragments(dtype), dtype=given, out_dtype=out_dtype, pre_scale=True, per_row=True)
+                assert GLUON.refuse(call) == ()
+
+
+@pytest.mark.parametrize("made", CONFIGURATIONS, ids=str)
+def test_what_a_configuration_takes_is_there(made):
+    for size in (2, 4):
+        results = made.form.features * made.form.height(size) * size
+        stage = 2 * (made.form.features // 16 * 576 + made.tokens * 64)
+        assert made.stages(size) >= 4
+        assert 1024 + made.stages(size) * stage + results <= SHARED
+
+
+# Launches
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What ``bind`` launches and describes, with stand-ins for the driver."""
+    state = SimpleNamespace(kinds=[], values=[], described=[], quantized=[], asked=[])
+
+    def program(call, bias, made, device, whole, split):
+        def run(grid, values):
+            state.kinds.append("boxes" if whole else "elements")
+            state.values.append((grid, values))
+
+        def tensor(place, address, shape, strides=None):
+            state.described.append((place, address, shape))
+            return Tensor(address, shape, strides)
+
+        run.tensor = tensor
+        return run
+
+    def quantizer(device, dtype, k, **how):
+        state.asked.append((dtype, k, how))
+        return lambda *given: state.quantized.append(given)
+
+    monkeypatch.setattr(fp8_gluon, "_program", program)
+    monkeypatch.setattr(fp8_gluon, "quantizer", quantizer)
+    monkeypatch.setattr(fp8_gluon, "multiprocessors", lambda index: 132)
+    memory = {"workspace": torch.empty(1 << 20, dtype=torch.uint8), "counters": torch.zeros(4096, dtype=torch.uint8)}
+    for name, held in memory.items():
+        monkeypatch.setattr(fp8_gluon, name, lambda device, nbytes, held=held: held[:nbytes])
+    state.memory = [a.data_ptr() for a in memory.values()]
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return state
+
+
+def fp8_arguments(*shape, **of):
+    weight, args = arguments(*shape, **of)
+    return weight, Fp8Args(x=args.x, weight=args.weight, bias=args.bias, out=args.out)
+
+
+def test_what_a_launch_is_given(launches):
+    _, args = fp8_arguments(n=40, k=272, rows=19, pre_scale=True)
+    run = fp8_gluon.bind(args, Fp8(tokens=128, parts=2))
+    for _ in range(2):
+        run(args.x, None, args.out)
+    assert launches.asked == [("bfloat16", 272, {"ordered": True, "pre_scale": True, "early": True})]
+    at, counts = launches.memory
+    buffers = args.weight.buffers()
+    codes, scales, scale2, pre = (buffers[name].data_ptr() for name in ("codes", "scales", "scale2", "pre_scale"))
+    out, of_x = args.out.data_ptr(), 19 * 320 + 80
+    assert launches.quantized == [(19, args.x.data_ptr(), pre, at, at + 19 * 320)] * 2
+    # weights once, activations and results once for each address
+    assert launches.described == [(0, codes, (3, 40, 16)), (1, scales, (3, 80)), (2, at, (19, 320)), (3, out, (19, 40))]
+    grid, values = launches.values[0]
+    assert grid == (2, 1, 1)
+    assert [v.address for v in values[:4]] == [codes, scales, at, out]
+    assert values[4:] == (scale2, at + 19 * 320, None, at + of_x, counts, 19, 40, 2, 0, 2, 2, 1, 1, 3)
+
+
+def test_results_at_odd_addresses_are_stored_by_element(launches):
+    for n, at in ((40, 0), (40, 2), (41, 0)):
+        _, args = fp8_arguments(n=n, k=80, rows=19)
+        out = torch.empty(19 * n + 8, dtype=torch.bfloat16)
+        out = out[(-out.data_ptr() // 2) % 8 + at :][: 19 * n].view(19, n)
+        fp8_gluon.bind(args, Fp8())(args.x, None, out)
+        assert launches.values[-1][1][7:9] == (None, None)  # nothing is split
+    assert launches.kinds == ["boxes", "elements", "elements"]
+
+
+def test_activations_at_odd_addresses_are_copied(launches):
+    _, args = fp8_arguments(rows=1)
+    odd = torch.empty(81, dtype=torch.bfloat16)[1:].reshape(1, 80)
+    assert odd.data_ptr() % 16
+    fp8_gluon.bind(args, Fp8())(odd, None, args.out)
+    assert launches.quantized[0][1] % 16 == 0
+
+
+# Machine code
+
+
+def program_of(made, call, whole):
+    types = signature(call.out_dtype, made, "*fp32", whole)
+    return types, constants(call, made, whole, made.parts > 1)
+
+
+CODES = [
+    (Fp8(parts=2), {}, True),
+    (Fp8(), {"layout": Fragments("float16"), "out_dtype": "float32", "per_row": True, "bias": True}, True),
+    (Fp8(tokens=128, parts=3), {"out_dtype": "float16"}, False),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(("made", "flags", "whole"), CODES, ids=str)
+def test_machine_code(made, flags, whole):
+    from halfbyte.kernels.cuda.fp8_gluon_code import fp8
+
+    types, held = program_of(made, accepted(**flags), whole)
+    types = {name: of.removesuffix(":16") for name, of in types.items()}
+    code = Program(fp8, types, held, options_of()).compile(90)
+    print(code)
+    assert (code.stack, code.spills, code.warnings) == (0, 0, [])
+    assert [(loop.matrix, loop.shuffles) for loop in code.loops] == [(8, 0)] * 2
+    assert max(loop.per_matrix for loop in code.loops) <= 58
+    assert all(count(loop.opcodes, r"(LDG|STG)\b") == 0 for loop in code.loops)
+    assert code.shared <= SHARED - 1024
+
+
+# On a GPU
+
+# N, K, rows, configuration, dtypes of the copy, activations, results and bias; scale2 per row, pre_scale
+RESULTS = [
+    ((16, 1), 64, (17, 1), None, "bfloat16", "bfloat16", "bfloat16", None, False, False),
+    ((16, 257), 16, (40, 300), None, "float16", "float16", "float16", "float16", True, True),
+    ((4096, 40), 512, (256, 129), None, "bfloat16", "float32", "float32", "float32", False, False),
+    ((33, 257), 14336, (33, 256), None, "float16", "bfloat16", "float32", None, True, False),
+    ((136, 1001), 1104, (100, 513), Fp8(128, 3), "bfloat16", "float16", "bfloat16", "float32", True, True),
+    ((1000, 17), 4133, (257, 65), Fp8(256, 4), "float16", "bfloat16", "float16", None, True, False),
+]
+
+
+def jobs():
+    """All programs of what follows."""
+    found = []
+    for sizes, k, all_rows, made, copy, dtype, out_dtype, bias, per_row, pre in RESULTS:
+        of = {"layout": Fragments(copy), "dtype": dtype, "out_dtype": out_dtype, "per_row": per_row, "pre_scale": pre}
+        for n, rows in itertools.product(sizes, all_rows):
+            found.append((accepted(shape=(n, k), rows=rows, bias=bias is not None, **of), bias or "float32", made))
+    found += [(accepted(shape=RAGGED, rows=300, out_dtype="float32"), "float32", made) for made in CONFIGURATIONS]
+    for call, bias, made in found:
+        chosen = made or fp8_gluon.configure(call)
+        split = fp8_gluon._schedule(call, chosen, 0).split > 0
+        whole = call.shape[0] * (4 if call.out_dtype == "float32" else 2) % 16 == 0
+        how = {"capability": 90, "ordered": True, "pre_scale": call.pre_scale, "early": True}
+        types, held, warps = fp8_quantize.specified(call.dtype, call.shape[1], **how)
+        yield "halfbyte.kernels.cuda.fp8_quantize_code", "quantize", (types, held, options_of(warps=warps))
+        for fits in {whole, False}:
+            types = signature(call.out_dtype, chosen, f"*{fp8_gluon.TYPES[bias]}", fits)
+            program = types, constants(call, chosen, fits, split), options_of()
+            yield "halfbyte.kernels.cuda.fp8_gluon_code", "fp8", program
+
+
+RAGGED = (1000, 1024 + 48)
+
+
+@pytest.fixture(scope="class")
+def compiled():
+    """All programs, compiled by all cores at once."""
+    compile_all(list(jobs()), 90)
+
+
+def result(args, made=None):
+    fp8_gluon.bind(args, made)(args.x, args.bias, args.out)
+    return args.out
+
+
+def wanted(x, weight, bias):
+    """What the same quantized values give, in f64."""
+    twin = to_fp8(weight)
+    q, scale = quantized(to_numpy(x), twin.pre_scale)
+    product = decode_e4m3(q).astype(np.float64) @ decode_e4m3(twin.data).astype(np.float64).T
+    product *= scale.astype(np.float64) * np.broadcast_to(twin.scale.reshape(-1), len(twin.data))
+    return product if bias is None else product + to_numpy(bias).astype(np.float64)
+
+
+def off(got, expected):
+    return np.linalg.norm(to_numpy(got).astype(np.float64) - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.usefixtures("compiled")
+class TestOnGpu:
+    pytestmark = on_gpu
+
+    @pytest.mark.parametrize("case", RESULTS, ids=str)
+    def test_results(self, case):
+        sizes, k, all_rows, made, copy, dtype, out_dtype, bias, per_row, pre = case
+        for n, rows in itertools.product(sizes, all_rows):
+            of = {"scales": (0, 127), "per_row": per_row, "pre_scale": pre}
+            weight, args = fp8_arguments(n, k, rows, copy, out_dtype, bias, "cuda", **of)
+            poisoned, out = guarded(args.out, float("nan"))
+            x = guarded(args.x.to(getattr(torch, dtype)), float("nan"))[1]
+            args = replace(args, x=x, out=out, weight=replace_buffers(args.weight))
+            expected = wanted(x, weight, args.bias)
+            assert off(result(args, made), expected) <= ERROR, (n, rows)
+            assert torch.isnan(poisoned).sum() == poisoned.numel() - out.numel()
+
+    @pytest.mark.parametrize("copy", DTYPES)
+    def test_one_token_at_a_time_is_the_twin(self, copy):
+        rng = np.random.default_rng(7)
+        scales = rng.permuted(np.resize(np.arange(0x7F, dtype=np.uint8), 48 * 40)).reshape(48, 40)
+        weight = Weight(codes=rng.integers(0, 256, (48, 320), np.uint8), scales=scales, scale2=np.float32(0.25))
+        packed = hb.pack(weight, Fragments(copy)).to("cuda")
+        x = 448 * torch.eye(640, dtype=torch.bfloat16, device="cuda")  # with a scale of 1, and an exact product
+        out = torch.empty(640, 48, device="cuda")
+        got = to_numpy(result(Fp8Args(x=x, weight=packed, bias=None, out=out))).T
+        twin = to_fp8(weight)
+        np.testing.assert_array_equal(got, decode_e4m3(twin.data) * np.float32(448) * twin.scale)
+
+    def test_every_configuration_is_right_and_repeats_itself(self):
+        weight, args = fp8_arguments(*RAGGED, 300, "bfloat16", "float32", None, "cuda", scales=(0, 127))
+        args = replace(args, x=guarded(args.x, float("nan"))[1], weight=replace_buffers(args.weight))
+        expected = wanted(args.x, weight, None)
+        for made in CONFIGURATIONS:
+            poisoned, out = guarded(torch.empty(300, RAGGED[0], device="cuda"), float("nan"))
+            args = replace(args, out=out)
+            got = result(args, made).clone()
+            assert off(got, expected) <= ERROR, made
+            for _ in range(3):
+                poisoned.fill_(float("nan"))
+                assert torch.equal(result(args, made), got), made
+            assert torch.isnan(poisoned).sum() == poisoned.numel() - out.numel()
+
+    def test_a_row_does_not_depend_on_the_others(self):
+        _, args = fp8_arguments(*RAGGED, 300, out_dtype="float32", device="cuda")
+        for made in (Fp8(128, 2), Fp8()):
+            whole = result(args, made).clone()
+            x = args.x.clone()
+            x[57] *= 2
+            x[101, 5] = float("nan")
+            other = result(replace(args, x=x, out=torch.empty_like(whole)), made)
+            assert (other != whole).any(1).nonzero().flatten().tolist() == [57, 101]
+            assert other[101].isnan().all()
+
+    def test_repeats_in_graphs_and_chains_are_identical(self):
+        """Each launch reads what the one ahead of it wrote; all of it is split, and in the same memory."""
+        _, args = fp8_arguments(512, 512, 300, device="cuda", scales=(20, 30))
+        run = fp8_gluon.bind(args, Fp8(128, 4))
+        buffers = [torch.empty_like(args.x) for _ in range(9)]
+
+        def chain():
+            for a, b in itertools.pairwise(buffers):
+                run(a, None, b)
+
+        buffers[0].copy_(args.x)
+        chain()
+        torch.cuda.synchronize()
+        first = [b.clone() for b in buffers]
+        assert all(torch.isfinite(b).all() for b in first)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain()
+        for again in [chain] * 20 + [graph.replay] * 20:
+            for b in buffers[1:]:
+                b.fill_(float("nan"))
+            again()
+            assert all(map(torch.equal, buffers, first))
+
+    def test_a_weight_written_right_before_the_call_is_read_whole(self):
+        _, args = fp8_arguments(4096, 4096, 256, device="cuda")
+        written = args.weight.buffers()
+        big = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+        for _ in range(10):
+            written["codes"].random_(0, 256)
+            expected = result(args).clone()
+            fresh = {name: torch.empty_like(b) for name, b in written.items()}
+            torch.cuda.synchronize()
+            big.fill_(1)  # so that what follows is still to come when the launch is made
+            for name, b in written.items():
+                fresh[name].copy_(b)
+            weight = type(args.weight).from_buffers(args.weight.layout, args.weight.shape, fresh)
+            assert torch.equal(result(replace(args, weight=weight)), expected)
