@@ -212,7 +212,7 @@ def multiply(
     full, empty = ring[3], ring[4]
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     acc = gl.zeros([16 * R, NB], gl.float32, MMA)
-    if U == 1:  # noqa: SIM102 - a constant
+    if U == 1:
         if count % 2 == 0:
             slot = done % STAGES
             mbarrier.wait(full.index(slot), (done // STAGES) & 1)
@@ -368,7 +368,7 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
         n = (tn * C + WHICH) * (16 * R)
         acc, done = multiply(ring, done, count, C, WHICH, R, U, NB, STAGES, HALF, DECODE, SCALES, MMA)
         last = part < 0
-        if SPLIT:  # noqa: SIM102 - a constant
+        if SPLIT:
             if part >= 0:
                 acc, last = combine(acc, sums, counts, (tile - whole) * C + WHICH, part, parts, R, NB)
         if last:
