@@ -232,7 +232,7 @@ def code_of(made, shape=(14336, 4096), rows=1024, dtype="bfloat16", out_dtype="b
 CODES = [
     (Gemm(2, 4, 256, 1, 1, 2), {}),
     (Gemm(2, 4, 64, 4), {"rows": 64, "dtype": "float16", "out_dtype": "float32", "per_row": True}),
-    (Gemm(2, 4, 32, 2, 2, 2, True, ahead=False), {"rows": 32, "shape": (4099, 4096), "bias": True}),
+    (Gemm(2, 4, 32, 2, 2, 2, True), {"rows": 32, "shape": (4099, 4096), "bias": True}),
     (Gemm(2, 8, 128, 1, 1, 2), {"rows": 300}),
 ]
 
@@ -259,7 +259,7 @@ OTHERS = [
     Gemm(3, 4, 128, 1, 1, 2, True),
     Gemm(4, 4, 32, 1, 1, 3, True),
     Gemm(1, 4, 64, 2, 2, 2, True, group=1),
-    Gemm(2, 8, 128, 1, 1, 3, True, ahead=False),
+    Gemm(2, 8, 128, 1, 1, 3, True),
     Gemm(2, 4, 256, 1, 1, 4, True, group=2),
 ]
 EVERY = [*CONFIGURATIONS, *OTHERS]

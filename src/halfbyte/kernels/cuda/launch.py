@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import inspect
 import logging
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -357,6 +359,31 @@ def compile_for(
         ) from error
     finally:
         del source.make_ir
+
+
+def settle() -> None:
+    """What a process that only compiles begins with: it says nothing, and leaves Ctrl-C to the one that began it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _log.setLevel(logging.ERROR)
+
+
+def compile_named(
+    capability: int,
+    module: str,
+    name: str,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> str:
+    """``compile_for`` of a kernel by its name, into Triton's folder, for another process; why it failed, or nothing.
+
+    Not every error survives the way between processes.
+    """
+    try:
+        compile_for(capability, getattr(importlib.import_module(module), name), signature, constants, options)
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return ""
 
 
 @functools.cache
