@@ -5,16 +5,19 @@
     q, s = activations quantized for each token, as in halfbyte.kernels.fp8
     y = round(sum(q * e4m3(code * scale / 6)) * (6 * scale2) * s + bias)
 
-The bytes of the weight are those of its twin, ``to_fp8``, but for the sign of zeros: from the same copy as the exact
-kernels, so there is no second one. Tiles, items, parts and their order are those of ``gluon-gemm``; activations are
-quantized by a kernel ahead of this one to ``scratch`` bytes that all kernels share, each 16 k in the order in which the
-words hold them.
+The bytes of the weight are those of its twin, ``to_fp8``, but for the sign of zeros, made of the words that the exact
+kernels read: there is no second copy. A lane has the words and the scales of two rows and 16 k: it makes a table of
+eight bytes for each scale, and looks codes up by their bits. Tiles, items, parts and their order are those of
+``gluon-gemm``. A kernel ahead of this one quantizes activations into ``scratch`` bytes that all kernels share, each 64
+k in the order in which lanes hold the words.
 
-The sums are those of the FP8 matrix units, which keep fewer bits than float32: against the same quantized values in
-float64 the relative Frobenius error, the last rounding of bfloat16 included, is at most ``ERROR`` in all that is tested.
+Products are exact, and FP8 matrix units add them with fewer bits than float32: those of 32 k and the sum so far are cut
+off at a fixed place below the largest of them. So errors grow with the number of such steps and with the size of sums
+on the way, not of the result. Against the same quantized values in float64, and with the rounding to bfloat16, the
+relative Frobenius error is at most ``ERROR``, as measured for K up to 28672.
 
-The programs start before the quantizer has ended, and ask for codes and scales: that starts what waits behind it when
-all that was ahead of it is over, so whatever wrote them is.
+The programs start before the quantizer has ended, and ask for codes and scales: that lets them start when all that was
+ahead of it is over, so whatever wrote them is.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ from halfbyte.numerics import Array
 
 NAME: Final = "gluon-fp8"
 ERROR: Final = 5e-3
+"""Of results, relative to their norm, beside that of rounding activations and weights."""
 FACTOR: Final = 6.0
 """What sums lack beside scale2 and the tokens' scales."""
 UNITS: Final = 2
@@ -136,11 +140,10 @@ def _size(dtype: str) -> int:
 
 
 def table_code() -> str:
-    """Assembly of the tables of a lane's two scales: $4 two bytes -> $0 and $1, $2 and $3, the E4M3 bytes of codes 0 to 7.
+    """Assembly of the tables of two scales: $4 their bytes -> $0 and $1, $2 and $3, the E4M3 bytes of codes 0 to 7.
 
-    A scale in float16, times ``SCALE``, is multiplied by a sixth of each code. That product, rounded to float16, rounds
-    to E4M3 as the exact one does: a half, a quarter and the whole of a scale are exact, and so is what a sixth of one
-    is where that is a tie.
+    A scale in float16, times what ``SCALE`` says, is multiplied by a sixth of each code. That product, rounded to
+    float16, rounds to E4M3 as the exact one does: where that is a tie it is the same, and else near enough.
     """
     shift, _ = SCALE["float16"]
     lines = [".reg .b32 s, s0, s1, t, p;", ".reg .b16 l, h;", "cvt.u32.u16 s, $4;", "prmt.b32 s, s, 0, 0x4140;"]
@@ -274,7 +277,7 @@ def bind(args: Fp8Args, made: Fp8 | None = None) -> Callable[[Array, Array | Non
     pre = buffers.get("pre_scale")
     pre = None if pre is None else pre.float().contiguous()
     quantize = quantizer(device, call.dtype, k, ordered=True, pre_scale=pre is not None, early=True)
-    units = -(-k // UNIT)
+    units, width = -(-k // UNIT), pitch(k, ordered=True)
     bias_type = fragments.bias_type(args.bias)
     numbers = (rows, n, held.items, held.whole, held.share, held.parts, held.along_n, held.along_m, held.steps)
     grid = (held.grid, 1, 1)
@@ -297,18 +300,19 @@ def bind(args: Fp8Args, made: Fp8 | None = None) -> Callable[[Array, Array | Non
         x = fragments.aligned(x)
         to = out.data_ptr()
         whole = fits and not to % ALIGNED
-        at = workspace(device, of_x + of_sums).data_ptr()
+        memory, counts = workspace(device, of_x + of_sums), counters(device, of_counts) if of_counts else None
+        at = memory.data_ptr()  # held, as counts is, until the launch
         quantize(rows, x.data_ptr(), None if pre is None else pre.data_ptr(), at, at + scales_from)
         values = (
             codes,
             scales,
-            tensor(2, at, pitch(k, ordered=True)),
+            tensor(2, at, width),
             tensor(3, to, n) if whole else to,
             scale2,
             at + scales_from,
             None if bias is None else bias.data_ptr(),
             at + of_x if of_sums else None,
-            counters(device, of_counts).data_ptr() if of_counts else None,
+            None if counts is None else counts.data_ptr(),
             *numbers,
         )
         if whole not in programs:

@@ -1,8 +1,8 @@
 """Device code of ``halfbyte.kernels.cuda.fp8_gluon``, in Gluon.
 
 It differs from ``gemm_gluon_code`` in what a consumer decodes to, bytes of E4M3 that are the first operand of an FP8
-wgmma, and in the scales of tokens. The words of a stage are in registers before the matrix units are done with the one
-before it; they are decoded then, since the units read registers until they are done.
+wgmma, and in the scales of tokens. Words are in registers before the matrix units are done with the stage ahead of
+theirs, and become bytes only then, in registers that the units no longer read: meanwhile they have the other consumer.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def multiply(
     ring, slot, phase, count, C: gl.constexpr, WHICH: gl.constexpr, R: gl.constexpr, U: gl.constexpr,
     NB: gl.constexpr, STAGES: gl.constexpr, TABLE: gl.constexpr, LOOK_UP: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """(16 R, NB) f32: the sums of ``count`` steps, of which the first is in ``slot``; and what follows slot and phase."""
+    """(16 R, NB) f32: the sums of ``count`` steps, the first in ``slot``; and the slot and phase of the next."""
     _codes, _scales, x, full, empty = ring
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     acc = gl.zeros([16 * R, NB], gl.float32, MMA)
@@ -213,7 +213,7 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
         tokens = gl.load(xscale + m, mask=m < M, other=0.0)
         acc, slot, phase = multiply(ring, slot, phase, count, C, WHICH, R, U, NB, STAGES, TABLE, LOOK_UP, MMA)
         last = part < 0
-        if SPLIT:
+        if SPLIT:  # noqa: SIM102 - a constant
             if part >= 0:
                 acc, last = combine(acc, sums, counts, (tile - whole) * C + WHICH, part, parts, R, NB)
         if last:
