@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
 import multiprocessing
 import os
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -81,7 +78,7 @@ class Gpu:
     def compile(self, jobs: Sequence[Job]) -> None:
         """Begin to compile what these will need, in their order, on processes that see no GPU."""
         context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(self._workers, context, initializer=_settle)
+        self._pool = ProcessPoolExecutor(self._workers, context, initializer=launch.settle)
         for job in jobs:
             try:
                 with launch.recorded() as sources:
@@ -95,7 +92,8 @@ class Gpu:
                 if source.key not in self._compiled:
                     kernel = source.kernel.__module__, source.kernel.__name__
                     how = dict(source.signature), dict(source.constants), dict(source.options)
-                    self._compiled[source.key] = self._pool.submit(_compile, job.call.capability, *kernel, *how)
+                    future = self._pool.submit(launch.compile_named, job.call.capability, *kernel, *how)
+                    self._compiled[source.key] = future
 
     def _why_not(self, job: Job) -> str:
         """Wait for what a job needs; why it cannot be measured, or nothing."""
@@ -194,22 +192,3 @@ def _line(error: BaseException) -> str:
     if isinstance(error, HalfbyteError):
         return str(error)
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-def _settle() -> None:
-    """What a process that compiles begins with."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.getLogger("halfbyte").setLevel(logging.ERROR)
-
-
-def _compile(
-    capability: int, module: str, name: str, signature: Mapping[str, str], constants: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> str:  # fmt: skip
-    """Compile, into Triton's folder; why that failed, or nothing: not every error survives the way to this process."""
-    try:
-        kernel = getattr(importlib.import_module(module), name)
-        launch.compile_for(capability, kernel, signature, constants, options)
-    except Exception as error:
-        return _line(error)
-    return ""

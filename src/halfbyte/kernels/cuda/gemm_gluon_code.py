@@ -34,19 +34,19 @@ def _bits(first, last):
 
 
 @gluon.constexpr_function
-def codes_layout(R, U, W):
-    """Of (R, 8 U, 16) words: tile, (unit, g), (kt, c); a lane's four are what ldmatrix gives it."""
-    register = [[0, 0, 4], [0, 0, 8], *([0, i, 0] for i in _bits(8, 8 * U)), *([i, 0, 0] for i in _bits(W, R))]
+def codes_layout(R, W):
+    """Of a unit's (R, 8, 16) words: tile, g, (kt, c); a lane's four are what ldmatrix gives it."""
+    register = [[0, 0, 4], [0, 0, 8], *([i, 0, 0] for i in _bits(W, R))]
     lane = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return gl.DistributedLinearLayout(register, lane, [[i, 0, 0] for i in _bits(1, W)], [], [R, 8 * U, 16])
+    return gl.DistributedLinearLayout(register, lane, [[i, 0, 0] for i in _bits(1, W)], [], [R, 8, 16])
 
 
 @gluon.constexpr_function
-def scales_layout(R, U, W):
-    """Of (R, 16 U) words of four bytes: tile, (unit, g, half of kt); the four lanes of a row read the same."""
-    register = [[0, 1], *([0, i] for i in _bits(16, 16 * U)), *([i, 0] for i in _bits(W, R))]
+def scales_layout(R, W):
+    """Of a unit's (R, 16) words of four bytes: tile, (g, half of kt); the four lanes of a row read the same."""
+    register = [[0, 1], *([i, 0] for i in _bits(W, R))]
     lane = [[0, 0], [0, 0], [0, 2], [0, 4], [0, 8]]
-    return gl.DistributedLinearLayout(register, lane, [[i, 0] for i in _bits(1, W)], [], [R, 16 * U])
+    return gl.DistributedLinearLayout(register, lane, [[i, 0] for i in _bits(1, W)], [], [R, 16])
 
 
 @gluon.jit
@@ -144,20 +144,21 @@ def _pair(word, HALF: gl.constexpr):
 
 @gluon.jit
 def decoded(
-    ring, box, HALF: gl.constexpr, R: gl.constexpr, U: gl.constexpr, DECODE: gl.constexpr, SCALES: gl.constexpr,
+    ring, box, unit: gl.constexpr, R: gl.constexpr, HALF: gl.constexpr, DECODE: gl.constexpr, SCALES: gl.constexpr,
     A: gl.constexpr,
 ):  # fmt: skip
-    """(16 R, 64 U) products of codes and scales of a box, as the operand A, k in its natural order."""
+    """(16 R, 64) products of codes and scales of a unit of a box, as the operand A, k in its natural order."""
     W: gl.constexpr = gl.num_warps()
     codes, scales, _x, _full, _empty = ring
-    words = codes.index(box).load(codes_layout(R, U, W)).reshape(R, U, 8, 4, 4).permute(0, 1, 3, 2, 4)  # t u kt g c
-    both = scales.index(box).load(scales_layout(R, U, W))
+    words = codes.index(box).slice(8 * unit, 8, dim=1).load(codes_layout(R, W))
+    words = words.reshape(R, 8, 4, 4).permute(0, 2, 1, 3)  # t g kt c -> t kt g c
+    both = scales.index(box).slice(16 * unit, 16, dim=1).load(scales_layout(R, W))
     even, odd = gl.inline_asm_elementwise(
         SCALES, "=r,=r,r", [both], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )  # fmt: skip
-    both = gl.join(even, odd).reshape(R, U, 8, 4).permute(0, 1, 3, 2)  # t u kt g
+    both = gl.join(even, odd).reshape(R, 8, 4).permute(0, 2, 1)  # t kt g
     L: gl.constexpr = words.type.layout
-    both = gl.convert_layout(both, gl.SliceLayout(4, L), assert_trivial=True).expand_dims(4)
+    both = gl.convert_layout(both, gl.SliceLayout(3, L), assert_trivial=True).expand_dims(3)
     o0, o1, o2, o3 = gl.inline_asm_elementwise(
         DECODE,
         "=r,=r,=r,=r,r,r",
@@ -167,68 +168,89 @@ def decoded(
         pack=1,
     )
     w = gl.join(gl.join(_pair(o0, HALF), _pair(o1, HALF)), gl.join(_pair(o2, HALF), _pair(o3, HALF)))
-    w = w.permute(0, 6, 3, 1, 2, 7, 4, 5)  # t u kt g c p rh h -> t rh g | u kt h c p
-    return gl.convert_layout(w.reshape(16 * R, 64 * U), A, assert_trivial=True)
+    w = w.permute(0, 5, 2, 1, 6, 3, 4)  # t kt g c p rh h -> t rh g | kt h c p
+    return gl.convert_layout(w.reshape(16 * R, 64), A, assert_trivial=True)
+
+
+@gluon.jit
+def _issue(
+    ring, slot, acc, unit: gl.constexpr, C: gl.constexpr, WHICH: gl.constexpr, R: gl.constexpr, HALF: gl.constexpr,
+    DECODE: gl.constexpr, SCALES: gl.constexpr, A: gl.constexpr,
+):  # fmt: skip
+    """Decode a unit of a slot, and have it multiplied: the sums, on their way, and what is read for them meanwhile."""
+    w = decoded(ring, slot * C + WHICH, unit, R, HALF, DECODE, SCALES, A)
+    x = ring[2].index(slot).slice(64 * unit, 64, dim=1).permute((1, 0))
+    return warpgroup_mma(w, x, acc, is_async=True), w
+
+
+@gluon.jit
+def _others(
+    ring, slot, acc, a, C: gl.constexpr, WHICH: gl.constexpr, R: gl.constexpr, U: gl.constexpr, HALF: gl.constexpr,
+    DECODE: gl.constexpr, SCALES: gl.constexpr, A: gl.constexpr,
+):  # fmt: skip
+    """The units of a slot after its first, which is read from a."""
+    acc, b = _issue(ring, slot, acc, 1, C, WHICH, R, HALF, DECODE, SCALES, A)
+    acc, a, b = warpgroup_mma_wait(1, deps=[acc, a, b])
+    if U == 4:
+        acc, a = _issue(ring, slot, acc, 2, C, WHICH, R, HALF, DECODE, SCALES, A)
+        acc, a, b = warpgroup_mma_wait(1, deps=[acc, a, b])
+        acc, b = _issue(ring, slot, acc, 3, C, WHICH, R, HALF, DECODE, SCALES, A)
+        acc, a, b = warpgroup_mma_wait(1, deps=[acc, a, b])
+    return acc, a, b
 
 
 @gluon.jit
 def multiply(
     ring, done, count, C: gl.constexpr, WHICH: gl.constexpr, R: gl.constexpr, U: gl.constexpr, NB: gl.constexpr,
-    STAGES: gl.constexpr, HALF: gl.constexpr, DECODE: gl.constexpr, SCALES: gl.constexpr, AHEAD: gl.constexpr,
-    MMA: gl.constexpr,
+    STAGES: gl.constexpr, HALF: gl.constexpr, DECODE: gl.constexpr, SCALES: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """(16 R, NB) f32: the sums of ``count`` steps, of which ``done`` were before in the ring."""
-    _codes, _scales, x, full, empty = ring
+    """(16 R, NB) f32: the sums of ``count`` steps, of which ``done`` were before in the ring.
+
+    A unit is decoded while the one ahead of it is multiplied, from registers a or b in turn. The assembler keeps that
+    up only where nothing between the first unit and the last depends on a condition.
+    """
+    full, empty = ring[3], ring[4]
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     acc = gl.zeros([16 * R, NB], gl.float32, MMA)
-    if AHEAD:
+    if U == 1:
         if count % 2 == 0:
             slot = done % STAGES
             mbarrier.wait(full.index(slot), (done // STAGES) & 1)
-            a = decoded(ring, slot * C + WHICH, HALF, R, U, DECODE, SCALES, A)
-            acc = warpgroup_mma(a, x.index(slot).permute((1, 0)), acc, is_async=True)
+            acc, a = _issue(ring, slot, acc, 0, C, WHICH, R, HALF, DECODE, SCALES, A)
             acc, a = warpgroup_mma_wait(0, deps=[acc, a])
             mbarrier.arrive(empty.index(slot), count=1)
             done += 1
-        slot = done % STAGES
-        mbarrier.wait(full.index(slot), (done // STAGES) & 1)
-        a = decoded(ring, slot * C + WHICH, HALF, R, U, DECODE, SCALES, A)
-        acc = warpgroup_mma(a, x.index(slot).permute((1, 0)), acc, is_async=True)
-        acc, a = warpgroup_mma_wait(1, deps=[acc, a])
+    slot = done % STAGES
+    mbarrier.wait(full.index(slot), (done // STAGES) & 1)
+    acc, a = _issue(ring, slot, acc, 0, C, WHICH, R, HALF, DECODE, SCALES, A)
+    acc, a = warpgroup_mma_wait(1, deps=[acc, a])
+    if U == 1:
         for _ in range((count - 1) // 2):
             between = (done + 1) % STAGES
             mbarrier.wait(full.index(between), ((done + 1) // STAGES) & 1)
-            b = decoded(ring, between * C + WHICH, HALF, R, U, DECODE, SCALES, A)
-            acc = warpgroup_mma(b, x.index(between).permute((1, 0)), acc, is_async=True)
+            acc, b = _issue(ring, between, acc, 0, C, WHICH, R, HALF, DECODE, SCALES, A)
             acc, a, b = warpgroup_mma_wait(1, deps=[acc, a, b])
             mbarrier.arrive(empty.index(slot), count=1)
             done += 2
             slot = done % STAGES
             mbarrier.wait(full.index(slot), (done // STAGES) & 1)
-            a = decoded(ring, slot * C + WHICH, HALF, R, U, DECODE, SCALES, A)
-            acc = warpgroup_mma(a, x.index(slot).permute((1, 0)), acc, is_async=True)
+            acc, a = _issue(ring, slot, acc, 0, C, WHICH, R, HALF, DECODE, SCALES, A)
             acc, a, b = warpgroup_mma_wait(1, deps=[acc, a, b])
             mbarrier.arrive(empty.index(between), count=1)
-        acc, a = warpgroup_mma_wait(0, deps=[acc, a])
-        mbarrier.arrive(empty.index(slot), count=1)
     else:
-        slot = done % STAGES
-        mbarrier.wait(full.index(slot), (done // STAGES) & 1)
-        a = decoded(ring, slot * C + WHICH, HALF, R, U, DECODE, SCALES, A)
+        acc, a, b = _others(ring, slot, acc, a, C, WHICH, R, U, HALF, DECODE, SCALES, A)
         for _ in range(count - 1):
-            slot = done % STAGES
-            acc = warpgroup_mma(a, x.index(slot).permute((1, 0)), acc, is_async=True)
+            before = slot
             done += 1
-            following = done % STAGES
-            mbarrier.wait(full.index(following), (done // STAGES) & 1)
-            b = decoded(ring, following * C + WHICH, HALF, R, U, DECODE, SCALES, A)
-            acc, a, b = warpgroup_mma_wait(0, deps=[acc, a, b])  # b, too: its registers are not those that are read
-            mbarrier.arrive(empty.index(slot), count=1)
-            a = b
-        slot = done % STAGES
-        acc = warpgroup_mma(a, x.index(slot).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(slot), count=1)
+            slot = done % STAGES
+            mbarrier.wait(full.index(slot), (done // STAGES) & 1)
+            acc, a = _issue(ring, slot, acc, 0, C, WHICH, R, HALF, DECODE, SCALES, A)
+            acc, a, b = warpgroup_mma_wait(1, deps=[acc, a, b])
+            mbarrier.arrive(empty.index(before), count=1)
+            acc, a, b = _others(ring, slot, acc, a, C, WHICH, R, U, HALF, DECODE, SCALES, A)
+        a = b
+    acc, a = warpgroup_mma_wait(0, deps=[acc, a])
+    mbarrier.arrive(empty.index(slot), count=1)
     return acc, done + 1
 
 
@@ -281,10 +303,15 @@ def _put(
     else:
         together()
         ACROSS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
-        row = m + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, ACROSS))
-        column = n + gl.arange(0, ROWS, layout=gl.SliceLayout(0, ACROSS))
-        there = (row < M)[:, None] & (column < N)[None, :]
-        gl.store(out + (row.to(gl.int64) * N)[:, None] + column[None, :], stage.load(ACROSS), mask=there)
+        row = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, ACROSS))
+        column = gl.arange(0, ROWS, layout=gl.SliceLayout(0, ACROSS))
+        stride = N + (m >> 31)  # that is N, but not kept in registers for all rows while tiles are multiplied
+        at = out + (m.to(gl.int64) * N + n) + column[None, :] + (row * stride)[:, None]
+        value = stage.load(ACROSS)
+        if (m + HEIGHT <= M) & (n + ROWS <= N):
+            gl.store(at, value)
+        else:
+            gl.store(at, value, mask=(m + row < M)[:, None] & (n + column < N)[None, :])
 
 
 @gluon.jit
@@ -335,7 +362,6 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
     DECODE: gl.constexpr = FORM[13]
     SCALES: gl.constexpr = FORM[14]
     FACTOR: gl.constexpr = FORM[15]
-    AHEAD: gl.constexpr = FORM[16]
     ring, work, stages, out, scale2, bias, sums, counts, M, N = given
     items, whole, _share, parts, _along_n, _along_m, _steps = work
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, NB, 16])
@@ -345,9 +371,9 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
         tile, part, _first, count = item_of(t, work)
         tm, tn = place_of(tile, work, GROUP)
         n = (tn * C + WHICH) * (16 * R)
-        acc, done = multiply(ring, done, count, C, WHICH, R, U, NB, STAGES, HALF, DECODE, SCALES, AHEAD, MMA)
+        acc, done = multiply(ring, done, count, C, WHICH, R, U, NB, STAGES, HALF, DECODE, SCALES, MMA)
         last = part < 0
-        if SPLIT:  # noqa: SIM102 - a constant
+        if SPLIT:
             if part >= 0:
                 acc, last = combine(acc, sums, counts, (tile - whole) * C + WHICH, part, parts, R, NB)
         if last:
@@ -409,7 +435,6 @@ def gemm(
     DECODE: gl.constexpr,
     SCALES: gl.constexpr,
     FACTOR: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):
     """M rows of x times the weight.
 
@@ -446,7 +471,6 @@ def gemm(
         DECODE: assembly: a word and a pair of scales -> four pairs of products.
         SCALES: assembly: four scale bytes -> two pairs of scales.
         FACTOR: what products lack beside scale2.
-        AHEAD: a step is multiplied while the one ahead of it still is.
     """
     TO: gl.constexpr = out.dtype if TMA else out.dtype.element_ty
     HALF: gl.constexpr = x_map.dtype
@@ -458,7 +482,6 @@ def gemm(
     given = (ring, work, stages, out, scale2, bias, sums, counts, M, N)
     FORM: gl.constexpr = (
         C, R, U, NB, STAGES, GROUP, SPLIT, HEIGHT, HALF, TO, TMA, PER_ROW, BIAS, DECODE, SCALES, FACTOR,
-        AHEAD,
     )  # fmt: skip
     maps = (codes_map, scales_map, x_map)
     if C == 1:

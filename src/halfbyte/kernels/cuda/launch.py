@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import inspect
 import logging
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -186,12 +188,9 @@ class Program:
             strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         made = Tensor(address, shape, strides)
         if self.plainly is None:
-            from triton.backends.nvidia.driver import make_tensordesc_arg
-
             base = SimpleNamespace(data_ptr=lambda: address)
             given = SimpleNamespace(base=base, shape=shape, strides=strides, padding="zero", round_f32_to_tf32=False)
-            rest = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
-            made.values = tuple(make_tensordesc_arg(given, self.compiled.metadata.tensordesc_meta[place], *rest))
+            made.values = tuple(_described()(given, self.compiled.metadata.tensordesc_meta[place]))
         return made
 
 
@@ -359,6 +358,31 @@ def compile_for(
         del source.make_ir
 
 
+def settle() -> None:
+    """What a process that only compiles begins with: it says nothing, and leaves Ctrl-C to the one that began it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _log.setLevel(logging.ERROR)
+
+
+def compile_named(
+    capability: int,
+    module: str,
+    name: str,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> str:
+    """``compile_for`` of a kernel by its name, into Triton's folder, for another process; why it failed, or nothing.
+
+    Not every error survives the way between processes.
+    """
+    try:
+        compile_for(capability, getattr(importlib.import_module(module), name), signature, constants, options)
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return ""
+
+
 @functools.cache
 def _announce(capability: int) -> None:
     """One line in a process, the first time that something is compiled."""
@@ -379,6 +403,16 @@ def unknown() -> str | None:
         f"the launcher of Triton {version} is not known (those of {' and '.join(KNOWN)} are): "
         "each launch goes through kernel[grid], which costs the host more"
     )
+
+
+@functools.cache
+def _described() -> Callable[[Any, Any], list[Any]]:
+    """Triton's function that describes a tensor to the copy engine; later versions give it a third argument."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    if len(inspect.signature(make_tensordesc_arg).parameters) == 2:
+        return make_tensordesc_arg  # type: ignore[no-any-return]
+    return lambda given, metadata: make_tensordesc_arg(given, metadata, None)
 
 
 def _in_boxes(of: str) -> bool:
