@@ -266,7 +266,7 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
                 m += part * (NB // 2)
                 half = scaled(half, scale2, xscale, bias, m, n, M, N, 16 * R, PER_ROW, BIAS, FACTOR)
                 put(half, stages.index(WHICH), out, m, n, M, N, TO, TMA, HEIGHT, 16 * R, NB // 2)
-        elif SPLIT:
+        elif SPLIT:  # noqa: SIM102 - a constant
             if part >= 0:
                 acc, last = combine(acc, sums, counts, (tile - whole) * C + WHICH, part, parts, R, NB)
         if last:
@@ -323,8 +323,8 @@ def fp8(
         TABLE: assembly: two scales -> two tables.
         LOOK_UP: assembly: two tables and two words -> four registers of bytes.
         FACTOR: what products lack beside scale2 and xscale.
-        LONG: steps, at most, whose sums the matrix units keep; then they go to ``sums``, behind those of parts, and come
-            back in f32. 0 where no item has more.
+        LONG: steps, at most, whose sums the matrix units keep; then they go to ``sums``, behind those of parts, and
+            come back in f32. 0 where no item has more.
     """
     TO: gl.constexpr = out.dtype if TMA else out.dtype.element_ty
     BYTES: gl.constexpr = C * R * U * 576 + NB * U * 64
