@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from math import prod
 from typing import Any, Final
 
-from halfbyte.kernels import Fp8Args, Fp8Call, Kernel, forced, fp8, ordered, select
+from halfbyte.errors import NoKernelError
+from halfbyte.kernels import Call, Fp8Args, Fp8Call, Kernel, LinearArgs, forced, fp8, ordered, select
 from halfbyte.kernels.base import capability_of, device_of, library_of, version_of
+from halfbyte.kernels.cuda import choices
 from halfbyte.kinds import Fp8Weight
 from halfbyte.layouts import Packed
 from halfbyte.lossy import fp8_error
@@ -30,8 +33,8 @@ FEWEST: Final = 256
 def kernel_for(call: Fp8Call) -> Kernel[Fp8Args, Fp8Call] | None:
     """The kernel that multiplies in FP8; None where exact ones run, though FP8 is allowed.
 
-    That is on a GPU, for an NVFP4 weight, where there are fewer than ``FEWEST`` tokens or no kernel but the reference
-    takes the call, unless HALFBYTE_KERNEL names a kernel for FP8.
+    That is on a GPU, for an NVFP4 weight, where there are fewer than ``FEWEST`` tokens, no kernel but the reference
+    takes the call, or an exact one was measured to be as fast, unless HALFBYTE_KERNEL names a kernel for FP8.
 
     Raises:
         NoKernelError: nothing accepts a call that no exact kernel could take.
@@ -41,7 +44,22 @@ def kernel_for(call: Fp8Call) -> Kernel[Fp8Args, Fp8Call] | None:
     if call.rows < FEWEST:
         return None
     first = next((kernel for kernel in ordered(Fp8Args, call) if not kernel.refuse(call)), None)
-    return None if first is fp8.TORCH else first
+    return None if first is None or first is fp8.TORCH or _slower(first, call) else first
+
+
+def exact(call: Fp8Call) -> Call:
+    """The call on the same NVFP4 weight without rounding."""
+    return Call(**{one.name: getattr(call, one.name) for one in fields(Call) if one.name != "op"})
+
+
+def _slower(kernel: Kernel[Fp8Args, Fp8Call], call: Fp8Call) -> bool:
+    """Whether it was measured to take as long as the exact kernel for this call, at the same shape."""
+    try:
+        other = select(LinearArgs, exact(call))
+    except NoKernelError:
+        return False
+    own, others = choices.measured(call, kernel.name), choices.measured(exact(call), other.name)
+    return own is not None and others is not None and own[0] == others[0] and own[1] >= others[1]
 
 
 def linear_fp8(

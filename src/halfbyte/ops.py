@@ -85,7 +85,7 @@ def linear(
             "int8": the weight is its ``to_int8``, which is made once and kept with a Packed (N * K bytes).
             ``halfbyte.kernels.int8`` states the bound: about 1.2 % of the result's norm for Gaussian values.
             "fp8": the weight is rounded as by ``to_fp8``, on its way into a kernel: nothing is kept. On a GPU that is
-            from 256 tokens on, where a kernel does so; other calls are exact, and ``plan`` tells which.
+            from 256 tokens on, where a kernel does so and is faster; other calls are exact, and ``plan`` tells which.
             ``halfbyte.kernels.fp8`` states what is computed: about 3 % of the result's norm for Gaussian values.
 
     Returns:

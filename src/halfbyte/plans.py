@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.fp8_ops import FEWEST, error_of, kernel_for
+from halfbyte.fp8_ops import FEWEST, error_of, exact, kernel_for
 from halfbyte.int8_ops import twin_of
 from halfbyte.kernels import (
     KERNELS,
@@ -196,13 +196,15 @@ def _plan_fp8(weight: Any, held: Packed | Fp8Weight, call: Fp8Call, gpu: str | N
         together = (lost**2 + FP8_ACTIVATIONS**2) ** 0.5
         notes.append(f"error of the result by both: about {together:.3f} of its norm")
     if call.device == "cuda" and not call.resident:
-        notes.append(f"FP8 from {FEWEST} tokens on, where a kernel takes the layout; other calls are exact")
+        notes.append(
+            f"FP8 from {FEWEST} tokens on, where a kernel takes the layout and is faster; other calls are exact"
+        )
     if kernel is None:
-        exact = _plan_exact(weight, as_packed(weight), _exact(call), gpu)
+        made = _plan_exact(weight, as_packed(weight), exact(call), gpu)
         return replace(
-            exact,
-            notes=(*notes, *exact.notes),
-            refusals=(*exact.refusals, *_refusals(None, call)),
+            made,
+            notes=(*notes, *made.notes),
+            refusals=(*made.refusals, *_refusals(None, call)),
             ranges=tuple(_ranges(call, _runs_fp8)) if call.capability else (),
         )
     cost = kernel.cost(call)
@@ -225,11 +227,6 @@ def _plan_fp8(weight: Any, held: Packed | Fp8Weight, call: Fp8Call, gpu: str | N
         time=_time(call, kernel, gpu) if call.capability else "",
         scratch_bytes=kernel.scratch(call) if kernel.scratch else 0,
     )
-
-
-def _exact(call: Fp8Call) -> Call:
-    """The same without rounding."""
-    return Call(**{one.name: getattr(call, one.name) for one in fields(Call) if one.name != "op"})
 
 
 def _copies(weight: Any, call: Call) -> Iterator[str]:
@@ -358,7 +355,7 @@ def _runs_fp8(call: Call) -> str:
         kernel = kernel_for(call)
     except NoKernelError:
         return ""
-    return _runs(_exact(call)) if kernel is None else f"{kernel.name} {_configuration(kernel, call)}".strip()
+    return _runs(exact(call)) if kernel is None else f"{kernel.name} {_configuration(kernel, call)}".strip()
 
 
 def _ranges(call: Call, runs_of: Callable[[Call], str]) -> Iterator[tuple[int, int | None, str]]:

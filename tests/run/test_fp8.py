@@ -16,6 +16,7 @@ import halfbyte as hb
 from halfbyte import fp8_ops, kernels
 from halfbyte.errors import NoKernelError, UsageError
 from halfbyte.kernels import Fp8Args, Fp8Call, Kernel, fp8, select
+from halfbyte.kernels.cuda import choices
 from halfbyte.kernels.fp8 import LARGEST_K, cost, quantized
 from halfbyte.kinds import Fp8Weight
 from halfbyte.layouts import Fragments, Rows
@@ -267,7 +268,7 @@ def stand_in(**changes):
 def fast(monkeypatch):
     """A table with the stand-in first, and its calls."""
     kernel, calls = stand_in()
-    others = tuple(k for k in kernels.KERNELS if not k.name.startswith("gluon-fp8"))
+    others = tuple(k for k in kernels.KERNELS if not k.name.startswith("gluon-"))
     monkeypatch.setattr(kernels, "KERNELS", (kernel, *others))
     monkeypatch.setattr("halfbyte.plans.KERNELS", (kernel, *others))
     return calls
@@ -310,6 +311,33 @@ class TestChoice:
         monkeypatch.setenv("HALFBYTE_KERNEL", "triton-gemm")  # of another op
         assert fp8_ops.kernel_for(call_like(rows=255)) is None
         assert fp8_ops.kernel_for(call_like(rows=256)).name == "gluon-stand-in"
+
+    def test_what_was_measured_to_be_slower_is_exact(self, fast, monkeypatch):
+        """At one shape; between what was measured the times lie on a line of logarithms."""
+
+        def entry(op, shape, kernel, times):
+            choice = choices.Choice(kernel, {}, times, shape, "bfloat16", {"multiprocessors": 132}, choices.SHIPPED)
+            return choices.Entry(op, 90, ("bfloat16",), shape, {kernel: (choices.Range(1, None, choice),)})
+
+        exact = entry("linear", (4096, 4096), "triton-gemm", {256: 10.0, 1024: 40.0})
+        for shape, times, expected in (
+            ((4096, 4096), {256: 12.0, 1024: 30.0}, {256: False, 300: False, 1024: True, 4096: True}),
+            ((4096, 4096), {256: 10.0, 1024: 40.0}, {256: False, 1024: False}),
+            ((4096, 8192), {256: 99.0, 1024: 99.0}, {256: True, 1024: True}),
+        ):
+            held = exact, entry("linear-fp8", shape, "gluon-stand-in", times)
+            monkeypatch.setattr(choices, "entries", lambda held=held: held)
+            choices._by_distance.cache_clear()
+            try:
+                for rows, chosen in expected.items():
+                    call = call_like(shape=(4096, 4096), rows=rows)
+                    assert (fp8_ops.kernel_for(call) is not None) == chosen, (shape, rows)
+                assert choices.measured(call_like(shape=(4096, 4096), rows=512), "gluon-stand-in")[0] == shape
+                half = choices.measured(fp8_ops.exact(call_like(shape=(64, 64), rows=512)), "triton-gemm")
+                assert half == ((4096, 4096), pytest.approx(20.0))
+                assert choices.measured(call_like(), "no such kernel") is None
+            finally:
+                choices._by_distance.cache_clear()
 
     def test_a_twin_is_never_exact(self):
         for rows in (1, 512):
@@ -426,7 +454,10 @@ class TestPlan:
         ]
         notes = [line for line in found if line[0] == "note"]
         assert notes[:3] == [*self.notes]
-        assert notes[3][1] == "FP8 from 256 tokens on, where a kernel takes the layout; other calls are exact"
+        assert (
+            notes[3][1]
+            == "FP8 from 256 tokens on, where a kernel takes the layout and is faster; other calls are exact"
+        )
         assert all("FP8" not in line[1] and "fp8" not in line[1] for line in found if line[0].startswith("M 1"))
 
     def test_for_few_tokens_on_a_gpu(self, fast):

@@ -122,6 +122,7 @@ def accepted(**changes):
         ({"dtype": "float32"}, "takes bfloat16 or float16 activations, not float32"),
         ({"shape": (3, 32, 64)}, "takes one matrix (N, K), not expert axes (3,)"),
         ({"shape": (32, 70)}, "takes a K that is a multiple of 16, not 70"),
+        ({"shape": (1 << 24, 16)}, "takes up to 16777215 features, not 16777216"),
         ({"pre_scale": True}, "multiplies activations as they come, without a pre_scale"),
         ({"aligned": False}, "takes codes and scales that begin at multiples of 16 bytes; clone the buffers"),
     ],
@@ -233,7 +234,8 @@ CODES = [
     (Gemm(2, 4, 256, 1, 1, 2), {}),
     (Gemm(2, 4, 64, 4), {"rows": 64, "dtype": "float16", "out_dtype": "float32", "per_row": True}),
     (Gemm(2, 4, 32, 2, 2, 2, True), {"rows": 32, "shape": (4099, 4096), "bias": True}),
-    (Gemm(2, 8, 128, 1, 1, 2), {"rows": 300}),
+    (Gemm(2, 8, 128, 2, 1, 2), {"rows": 300}),
+    (Gemm(2, 4, 256, 1), {"shape": (248077, 4096)}),
 ]
 
 

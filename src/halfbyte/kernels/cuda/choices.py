@@ -297,6 +297,15 @@ def choice(call: Call, kernel: str) -> Choice | None:
     return next((choice for choice in found if choice is not None), None)
 
 
+def measured(call: Call, kernel: str) -> tuple[tuple[int, int], float] | None:
+    """The nearest shape at which a kernel was measured, and its microseconds there for a call's rows; else None."""
+    for entry in _near(call):
+        ranges = entry.kernels.get(kernel, ())
+        if of(ranges, call.rows) is not None:
+            return entry.shape, _time(ranges, max(1, call.rows))
+    return None
+
+
 def configured(call: Call, kernel: str, default: C) -> C:
     """The configuration of a kernel, a frozen dataclass, for a call.
 

@@ -174,7 +174,7 @@ def configurations(call: Call) -> tuple[Decode, ...]:
     found: dict[Any, Decode] = {}
     for made in CONFIGURATIONS:
         many = made.tiles == 1 or n >= _PROGRAMS * TILE * made.tiles
-        pays = 3 <= made.ahead and made.ahead * made.tiles <= 6 if few else made.ahead <= 5
+        pays = made.ahead >= 3 and made.ahead * made.tiles <= 6 if few else made.ahead <= 5
         if many and pays:
             held = constants((n, k), call.rows, call.dtype, per_row=False, bias=False, made=made)
             found.setdefault((made.warps, made.registers, *held.values()), made)

@@ -44,6 +44,8 @@ BESIDE: Final = 2048
 """Bytes of shared memory of a program beside stages and results: barriers, and what alignment takes."""
 STAGES: Final = 12
 """At most."""
+MOST_FEATURES: Final = (1 << 24) - 1
+"""A few rows of results are within 32 bits of each other."""
 HOPPER: Final = 132
 """Multiprocessors of an H200 and most H100, where there is no GPU to ask."""
 
@@ -196,7 +198,7 @@ def constants(call: Call, made: Gemm, whole: bool, split: bool) -> dict[str, Any
         "STAGES": made.stages(size),
         "GROUP": made.group,
         "SPLIT": split,
-        "HEIGHT": made.height(size),
+        "HEIGHT": made.height(size if whole else 4),
         "REGISTERS": made.registers[1],
         "TMA": whole,
         "PER_ROW": call.per_row,
@@ -266,7 +268,9 @@ def scratch(call: Call) -> int:
 
 def refuse(call: Call) -> tuple[str, ...]:
     """Why it declines a call."""
-    reasons = (*why_not(call, least=90, most=90, gluon=True), *fragments.why_not_fragments(call))
+    reasons = [*why_not(call, least=90, most=90, gluon=True), *fragments.why_not_fragments(call)]
+    if call.shape[-2] > MOST_FEATURES:
+        reasons.append(f"takes up to {MOST_FEATURES} features, not {call.shape[-2]}")
     return tuple(dict.fromkeys(reasons))
 
 

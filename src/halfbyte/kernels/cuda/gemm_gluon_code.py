@@ -308,10 +308,15 @@ def _put(
     else:
         together()
         ACROSS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
-        row = m + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, ACROSS))
-        column = n + gl.arange(0, ROWS, layout=gl.SliceLayout(0, ACROSS))
-        there = (row < M)[:, None] & (column < N)[None, :]
-        gl.store(out + (row.to(gl.int64) * N)[:, None] + column[None, :], stage.load(ACROSS), mask=there)
+        row = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, ACROSS))
+        column = gl.arange(0, ROWS, layout=gl.SliceLayout(0, ACROSS))
+        stride = N + (m >> 31)  # that is N, but not kept in registers for all rows while tiles are multiplied
+        at = out + (m.to(gl.int64) * N + n) + column[None, :] + (row * stride)[:, None]
+        value = stage.load(ACROSS)
+        if (m + HEIGHT <= M) & (n + ROWS <= N):
+            gl.store(at, value)
+        else:
+            gl.store(at, value, mask=(m + row < M)[:, None] & (n + column < N)[None, :])
 
 
 @gluon.jit

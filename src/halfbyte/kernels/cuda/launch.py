@@ -188,12 +188,9 @@ class Program:
             strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         made = Tensor(address, shape, strides)
         if self.plainly is None:
-            from triton.backends.nvidia.driver import make_tensordesc_arg
-
             base = SimpleNamespace(data_ptr=lambda: address)
             given = SimpleNamespace(base=base, shape=shape, strides=strides, padding="zero", round_f32_to_tf32=False)
-            rest = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
-            made.values = tuple(make_tensordesc_arg(given, self.compiled.metadata.tensordesc_meta[place], *rest))
+            made.values = tuple(_described()(given, self.compiled.metadata.tensordesc_meta[place]))
         return made
 
 
@@ -406,6 +403,16 @@ def unknown() -> str | None:
         f"the launcher of Triton {version} is not known (those of {' and '.join(KNOWN)} are): "
         "each launch goes through kernel[grid], which costs the host more"
     )
+
+
+@functools.cache
+def _described() -> Callable[[Any, Any], list[Any]]:
+    """Triton's function that describes a tensor to the copy engine; later versions give it a third argument."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    if len(inspect.signature(make_tensordesc_arg).parameters) == 2:
+        return make_tensordesc_arg  # type: ignore[no-any-return]
+    return lambda given, metadata: make_tensordesc_arg(given, metadata, None)
 
 
 def _in_boxes(of: str) -> bool:
