@@ -247,10 +247,11 @@ def configure(call: Fp8Call) -> Fp8:
 
 
 def configurations(call: Fp8Call) -> tuple[Fp8, ...]:
-    """Those that can pay for a call: parts only where the last wave of tiles is not full."""
+    """Those that can pay for a call: the smaller tiles for few tokens, parts where the last wave of tiles is not full."""
 
     def pays(made: Fp8) -> bool:
-        return (made.tokens == 128 or call.rows > 128) and (made.parts == 1 or _schedule(call, made, None).split > 0)
+        fits = call.rows > 128 if made.tokens == 256 else call.rows <= 512
+        return fits and (made.parts == 1 or _schedule(call, made, None).split > 0)
 
     return tuple(made for made in CONFIGURATIONS if pays(made))
 
