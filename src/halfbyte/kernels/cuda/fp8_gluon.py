@@ -37,6 +37,7 @@ from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT
 from halfbyte.kernels.cuda.gemm_gluon import (
     BESIDE,
     KEPT,
+    MOST_FEATURES,
     SHARED,
     Gemm,
     Schedule,
@@ -136,7 +137,7 @@ def constants(call: Fp8Call, made: Fp8, whole: bool, split: bool) -> dict[str, A
         "STAGES": made.stages(size),
         "GROUP": made.group,
         "SPLIT": made.parts if split else 0,
-        "HEIGHT": made.height(size),
+        "HEIGHT": made.height(size if whole else 4),
         "REGISTERS": form.registers[1],
         "TMA": whole,
         "PER_ROW": call.per_row,
@@ -247,7 +248,7 @@ def configure(call: Fp8Call) -> Fp8:
 
 
 def configurations(call: Fp8Call) -> tuple[Fp8, ...]:
-    """Those that can pay for a call: the smaller tiles for few tokens, parts where the last wave of tiles is not full."""
+    """Those that can pay for a call: smaller tiles for few tokens, parts where the last wave of tiles is not full."""
 
     def pays(made: Fp8) -> bool:
         fits = call.rows > 128 if made.tokens == 256 else call.rows <= 512
@@ -282,6 +283,8 @@ def refuse(call: Fp8Call) -> tuple[str, ...]:
         reasons.append("multiplies by NVFP4, not by an Fp8Weight")
     elif not isinstance(call.layout, Fragments):
         reasons.append(f"reads the layout fragments, not {call.layout.key}")
+    if call.shape[-2] > MOST_FEATURES:
+        reasons.append(f"takes up to {MOST_FEATURES} features, not {call.shape[-2]}")
     return tuple(reasons)
 
 
