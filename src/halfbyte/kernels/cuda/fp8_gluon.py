@@ -12,9 +12,11 @@ eight bytes for each scale, and looks codes up by their bits. Tiles, items, part
 k in the order in which lanes hold the words.
 
 Products are exact, and FP8 matrix units add them with fewer bits than float32: those of 32 k and the sum so far are cut
-off at a fixed place below the largest of them. So errors grow with the number of such steps and with the size of sums
-on the way, not of the result. Against the same quantized values in float64, and with the rounding to bfloat16, the
-relative Frobenius error is at most ``ERROR``, as measured for K up to 28672.
+off 13 bits below the first one of the largest. So errors grow with the number of such steps, and with the size of sums
+on the way, not of the result; of terms t of random sign 32 are off by about 2^-13 * 32^0.5 / 2 of the sum, and K
+together by its norm times 2^-13 * K^0.5 / 2. So after 16384 k the sum goes to memory and comes back in float32. Against
+the same quantized values in float64, and with the rounding to bfloat16, the relative Frobenius error is at most
+``ERROR``, as measured.
 
 The programs start before the quantizer has ended, and ask for codes and scales: that lets them start when all that was
 ahead of it is over, so whatever wrote them is.
@@ -35,6 +37,7 @@ from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT
 from halfbyte.kernels.cuda.gemm_gluon import (
     BESIDE,
     KEPT,
+    MOST_FEATURES,
     SHARED,
     Gemm,
     Schedule,
@@ -56,12 +59,14 @@ FACTOR: Final = 6.0
 """What sums lack beside scale2 and the tokens' scales."""
 UNITS: Final = 2
 """Of 64 k, of a step."""
-STEP: Final = {256: 1100, 128: 640}
-"""Cycles that a step takes, by the tokens of a tile."""
-PUT: Final = 6
-"""Cycles for each token of a tile, at its end."""
-PART: Final = 3
-"""The same for each part of a tile that is split."""
+LONG: Final = 128
+"""Steps, at most, whose sums the matrix units keep: errors grow with their root. Then they are added up in float32."""
+STEP: Final = {256: 0.72, 128: 0.52}
+"""us that a step takes on an H200, by the tokens of a tile."""
+PUT: Final = 0.008
+"""us for each token of a tile, at its end."""
+PART: Final = (0.014, 0.006)
+"""The same of a part, and more for each of its tile."""
 
 
 @dataclass(frozen=True)
@@ -70,27 +75,35 @@ class Fp8:
 
     Args:
         tokens: of a tile: 128 or 256.
+        tiles: of 16 features, of each of the two consumers: 4, or 8 with 128 tokens.
         parts: of K, of the tiles of the last, partial wave.
         group: tiles along M that follow each other before N goes on.
     """
 
     tokens: int = 256
+    tiles: int = 4
     parts: int = 1
     group: int = 8
 
     @property
     def form(self) -> Gemm:
         """The tiles and their order."""
-        return Gemm(tokens=self.tokens, units=UNITS, parts=self.parts, group=self.group)
+        return Gemm(tiles=self.tiles, tokens=self.tokens, units=UNITS, parts=self.parts, group=self.group)
+
+    def height(self, size: int) -> int:
+        """Tokens that are stored at a time, of elements of so many bytes."""
+        return min(self.tokens // 2, 256 // size)
 
     def stages(self, size: int) -> int:
         """Of the ring: as many as fit beside results of so many bytes."""
         form = self.form
-        room = SHARED - 1024 - BESIDE - form.features * form.height(size) * size
+        room = SHARED - 1024 - BESIDE - form.features * self.height(size) * size
         return room // (UNITS * (form.consumers * form.tiles * 576 + self.tokens * 64))
 
 
-CONFIGURATIONS: Final = tuple(Fp8(tokens, parts) for tokens in (256, 128) for parts in (1, 2, 3, 4))
+CONFIGURATIONS: Final = tuple(
+    Fp8(tokens, tiles, parts) for tokens, tiles in ((256, 4), (128, 4), (128, 8)) for parts in (1, 2, 3, 4)
+)
 """Those that are tested."""
 
 
@@ -102,7 +115,7 @@ def signature(out_dtype: str, made: Fp8, bias: str, whole: bool) -> dict[str, st
         "codes_map": boxes("i32", (form.tiles, 8 * UNITS, 16), 64),
         "scales_map": boxes("i32", (form.tiles, 16 * UNITS), 0),
         "x_map": boxes("fp8e4nv", (made.tokens, UNIT * UNITS), 128),
-        "out": boxes(out, (form.height(_size(out_dtype)), TILE * form.tiles), 128) if whole else f"*{out}",
+        "out": boxes(out, (made.height(_size(out_dtype)), TILE * form.tiles), 128) if whole else f"*{out}",
         "scale2": "*fp32",
         "xscale": "*fp32",
         "bias": bias,
@@ -114,7 +127,7 @@ def signature(out_dtype: str, made: Fp8, bias: str, whole: bool) -> dict[str, st
 
 def constants(call: Fp8Call, made: Fp8, whole: bool, split: bool) -> dict[str, Any]:
     """The constants of the device code."""
-    form, size = made.form, _size(call.out_dtype)
+    form, size, steps = made.form, _size(call.out_dtype), -(-call.shape[-1] // (UNIT * UNITS))
     assert isinstance(call.layout, Fragments)
     return {
         "C": form.consumers,
@@ -123,8 +136,8 @@ def constants(call: Fp8Call, made: Fp8, whole: bool, split: bool) -> dict[str, A
         "NB": made.tokens,
         "STAGES": made.stages(size),
         "GROUP": made.group,
-        "SPLIT": split,
-        "HEIGHT": form.height(size),
+        "SPLIT": made.parts if split else 0,
+        "HEIGHT": made.height(size if whole else 4),
         "REGISTERS": form.registers[1],
         "TMA": whole,
         "PER_ROW": call.per_row,
@@ -132,6 +145,7 @@ def constants(call: Fp8Call, made: Fp8, whole: bool, split: bool) -> dict[str, A
         "TABLE": table_code(),
         "LOOK_UP": look_up_code(call.layout.dtype),
         "FACTOR": FACTOR,
+        "LONG": LONG if steps > LONG else 0,
     }
 
 
@@ -219,22 +233,22 @@ def shifted(to: str, word: str, step: Step) -> str:
 
 
 def configure(call: Fp8Call) -> Fp8:
-    """The configuration for a call; without choices the one that takes the fewest cycles, as far as they are known."""
+    """The configuration for a call; without choices the one that takes the least time, by what is known of steps."""
     n, k = call.shape
     processors = multiprocessors(None)
 
-    def cycles(made: Fp8) -> float:
+    def time(made: Fp8) -> float:
         held = schedule(n, k, call.rows, made.form, processors)
-        step, part = STEP[made.tokens], PART * made.tokens
-        items = -(-held.whole // processors) * (held.steps * step + PUT * made.tokens)
-        split = held.split and -(-held.split * held.parts // processors) * (held.share * step + held.parts * part)
-        return items + split + (held.split > 0) * PUT * made.tokens
+        step, tokens = STEP[made.tokens], made.tokens
+        tiles = -(-held.whole // processors) * (held.steps * step + PUT * tokens)
+        part = held.share * step + (PART[0] + PART[1] * held.parts) * tokens
+        return tiles + -(-held.split * held.parts // processors) * part
 
-    return choices.configured(call, NAME, min(configurations(call), key=cycles))
+    return choices.configured(call, NAME, min(configurations(call), key=time))
 
 
 def configurations(call: Fp8Call) -> tuple[Fp8, ...]:
-    """Those that can pay for a call: the smaller tiles for few tokens, parts where the last wave of tiles is not full."""
+    """Those that can pay for a call: smaller tiles for few tokens, parts where the last wave of tiles is not full."""
 
     def pays(made: Fp8) -> bool:
         fits = call.rows > 128 if made.tokens == 256 else call.rows <= 512
@@ -251,7 +265,15 @@ def _schedule(call: Fp8Call, made: Fp8, index: int | None) -> Schedule:
 def scratch(call: Fp8Call) -> int:
     """Bytes of device memory for the quantized activations and the sums of parts."""
     made = configure(call)
-    return nbytes(call.rows, call.shape[-1], ordered=True) + sum(scratch_of(made.form, _schedule(call, made, None)))
+    held = _schedule(call, made, None)
+    return nbytes(call.rows, call.shape[-1], ordered=True) + sum(_scratch_of(made, held))
+
+
+def _scratch_of(made: Fp8, held: Schedule) -> tuple[int, int]:
+    """Bytes of sums and of counters."""
+    of_parts, of_counts = scratch_of(made.form, held)
+    of_programs = held.grid * made.form.features * made.tokens * 4 if held.steps > LONG else 0
+    return of_parts + of_programs, of_counts
 
 
 def refuse(call: Fp8Call) -> tuple[str, ...]:
@@ -261,6 +283,8 @@ def refuse(call: Fp8Call) -> tuple[str, ...]:
         reasons.append("multiplies by NVFP4, not by an Fp8Weight")
     elif not isinstance(call.layout, Fragments):
         reasons.append(f"reads the layout fragments, not {call.layout.key}")
+    if call.shape[-2] > MOST_FEATURES:
+        reasons.append(f"takes up to {MOST_FEATURES} features, not {call.shape[-2]}")
     return tuple(reasons)
 
 
@@ -271,7 +295,7 @@ def bind(args: Fp8Args, made: Fp8 | None = None) -> Callable[[Array, Array | Non
     made = configure(call) if made is None else made
     (n, k), rows, device = call.shape, call.rows, args.x.device
     held = _schedule(call, made, device.index)
-    of_sums, of_counts = scratch_of(made.form, held)
+    of_sums, of_counts = _scratch_of(made, held)
     of_x, scales_from = nbytes(rows, k, ordered=True), scales_at(rows, k, ordered=True)
     buffers = args.weight.buffers()
     scale2 = buffers["scale2"].data_ptr()

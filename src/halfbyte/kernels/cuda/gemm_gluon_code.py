@@ -255,6 +255,15 @@ def multiply(
 
 
 @gluon.jit
+def places(acc, R: gl.constexpr, NB: gl.constexpr):
+    """Where each of (16 R, NB) sums is kept: those of 8 rows and columns side by side."""
+    MMA: gl.constexpr = acc.type.layout
+    n = gl.arange(0, 16 * R, layout=gl.SliceLayout(1, MMA))[:, None]
+    m = gl.arange(0, NB, layout=gl.SliceLayout(0, MMA))[None, :]
+    return ((n % 64 // 16) * 64 + n % 8 * 8) + m % 8 + (n // 64) * (64 * NB) + n % 16 // 8 * 256 + m // 8 * 512
+
+
+@gluon.jit
 def combine(acc, sums, counts, split, part, parts, R: gl.constexpr, NB: gl.constexpr):
     """The sums of all parts of a tile, in their order, and whether this part was the last to come.
 
@@ -266,11 +275,7 @@ def combine(acc, sums, counts, split, part, parts, R: gl.constexpr, NB: gl.const
         part: of it.
         parts: how many.
     """
-    MMA: gl.constexpr = acc.type.layout
-    n = gl.arange(0, 16 * R, layout=gl.SliceLayout(1, MMA))[:, None]
-    m = gl.arange(0, NB, layout=gl.SliceLayout(0, MMA))[None, :]
-    at = sums + (split * parts).to(gl.int64) * (16 * R * NB)
-    at = at + ((n % 64 // 16) * 64 + n % 8 * 8) + m % 8 + (n // 64) * (64 * NB) + n % 16 // 8 * 256 + m // 8 * 512
+    at = sums + (split * parts).to(gl.int64) * (16 * R * NB) + places(acc, R, NB)
     gl.store(at + part * (16 * R * NB), acc)
     together()
     before = gl.atomic_add(counts + split, 1, sem="acq_rel")
