@@ -565,6 +565,6 @@ def test_on_a_gpu(tmp_path):
     assert report.facts["wrong"] == report.facts["failed"] == report.facts["left_out"] == []
     held = choices.read(out)
     assert {entry.shape for entry in held} == {(512, 256), (77, 128)}
-    assert all(entry.at(8)[0].microseconds.keys() == {8} for entry in held)
+    assert all(8 in choice.microseconds for entry in held for choice in entry.at(8))
     assert {choice.kernel for entry in held for choice in entry.at(64)} == {"triton-gemm"}
     assert report.facts["gpu"] == torch.cuda.get_device_name()
