@@ -266,7 +266,7 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
                 m += part * (NB // 2)
                 half = scaled(half, scale2, xscale, bias, m, n, M, N, 16 * R, PER_ROW, BIAS, FACTOR)
                 put(half, stages.index(WHICH), out, m, n, M, N, TO, TMA, HEIGHT, 16 * R, NB // 2)
-        elif SPLIT:  # noqa: SIM102 - a constant
+        elif SPLIT:
             if part >= 0:
                 acc, last = combine(acc, sums, counts, (tile - whole) * C + WHICH, part, parts, R, NB)
         if last:
