@@ -481,7 +481,9 @@ def test_gpu_tests_run_side_by_side_and_alone_and_tell_both_results(tmp_path, xd
     assert (done.returncode, done.stderr) == (status, "")
     *said, first, second = done.stdout.splitlines()
     assert said == ([] if xdist else ["pytest-xdist is not installed: one test runs after the other"])
-    assert first.startswith("-m pytest -m gpu and not alone -n logical " if xdist else "-m pytest -m gpu and not alone -q")
+    assert first.startswith(
+        "-m pytest -m gpu and not alone -n logical " if xdist else "-m pytest -m gpu and not alone -q"
+    )
     assert second.startswith("-m pytest -m gpu and alone -q ")
     for line in (first, second):
         marked = {
