@@ -25,7 +25,6 @@ from halfbyte.kernels.cuda.gemm_gluon_code import (
     places,
     produce,
     put,
-    together,
     wait_for_kernels_ahead,
 )
 
@@ -165,43 +164,12 @@ def multiply(
 
 
 @gluon.jit
-def exchange(acc, sums, counts, split, part, R: gl.constexpr, NB: gl.constexpr):
-    """Of a tile in two parts, both parts' sums of half of the tokens: the first half for the first part.
-
-    Each part waits for the other: it is the next item, so of a program that runs beside this one, or will when one that
-    waits for no later item has ended.
-
-    Args:
-        acc: (16 R, NB), this part's.
-        sums: f32, of both parts of all tiles that are split.
-        counts: i32, of tiles that are split; 0, and 0 again behind both parts.
-        split: which of those tiles.
-        part: of it.
-    """
-    HALF: gl.constexpr = 16 * R * NB // 2
-    low, high = gl.split(acc.reshape(16 * R, 2, NB // 2).permute(0, 2, 1))
-    at = sums + (2 * split).to(gl.int64) * HALF + places(low, R, NB // 2)
-    gl.store(at + part * HALF, gl.where(part == 0, high, low))
-    together()
-    gl.atomic_add(counts + split, 1, sem="acq_rel")
-    while gl.atomic_add(counts + split, 0, sem="acq_rel") < 2:
-        pass
-    acc = gl.where(part == 0, low, high) + gl.load(at + (1 - part) * HALF, cache_modifier=".cg")
-    if gl.atomic_add(counts + split, 1, sem="acq_rel") == 3:
-        gl.store(counts + split, 0)
-    return acc
-
-
-@gluon.jit
 def scaled(
-    acc, scale2, xscale, bias, m, n, M, N, ROWS: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
+    acc, scale2, tokens, bias, n, N, ROWS: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
     FACTOR: gl.constexpr,
 ):  # fmt: skip
-    """(ROWS, tokens) sums of tokens m and features n on -> times scale2 and FACTOR, then xscale, with the bias."""
+    """(ROWS, tokens) sums of features n on -> times scale2 and FACTOR, then the tokens' scales, with the bias."""
     MMA: gl.constexpr = acc.type.layout
-    ALONG: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    tokens = m + gl.arange(0, acc.shape[1], layout=ALONG)
-    tokens = gl.load(xscale + tokens, mask=tokens < M, other=0.0)
     rows = n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
     if PER_ROW:
         acc = acc * (gl.load(scale2 + rows, mask=rows < N, other=0.0) * FACTOR)[:, None]
@@ -235,6 +203,7 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
     ring, work, stages, out, scale2, xscale, bias, sums, counts, M, N = given
     items, whole, _share, parts, along_n, along_m, _steps = work
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, NB, 32])
+    ALONG: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     wait_for_kernels_ahead()
     slot = 0
     phase = 0
@@ -242,7 +211,8 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
         tile, part, _first, count = item_of(t, work)
         tm, tn = place_of(tile, work, GROUP)
         n = (tn * C + WHICH) * (16 * R)
-        m = tm * NB
+        m = tm * NB + gl.arange(0, NB, layout=ALONG)
+        tokens = gl.load(xscale + m, mask=m < M, other=0.0)
         if LONG:
             rounds = (count + LONG - 1) // LONG
             each = (count + rounds - 1) // rounds
@@ -259,19 +229,12 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
         else:
             acc, slot, phase = multiply(ring, slot, phase, count, C, WHICH, R, U, NB, STAGES, TABLE, LOOK_UP, MMA)
         last = part < 0
-        if SPLIT == 2:
-            if part >= 0:
-                split = (tile - whole) * C + WHICH
-                half = exchange(acc, sums, counts, split, part, R, NB)
-                m += part * (NB // 2)
-                half = scaled(half, scale2, xscale, bias, m, n, M, N, 16 * R, PER_ROW, BIAS, FACTOR)
-                put(half, stages.index(WHICH), out, m, n, M, N, TO, TMA, HEIGHT, 16 * R, NB // 2)
-        elif SPLIT:
+        if SPLIT:
             if part >= 0:
                 acc, last = combine(acc, sums, counts, (tile - whole) * C + WHICH, part, parts, R, NB)
         if last:
-            acc = scaled(acc, scale2, xscale, bias, m, n, M, N, 16 * R, PER_ROW, BIAS, FACTOR)
-            put(acc, stages.index(WHICH), out, m, n, M, N, TO, TMA, HEIGHT, 16 * R, NB)
+            acc = scaled(acc, scale2, tokens, bias, n, N, 16 * R, PER_ROW, BIAS, FACTOR)
+            put(acc, stages.index(WHICH), out, tm * NB, n, M, N, TO, TMA, HEIGHT, 16 * R, NB)
     if TMA:
         tma.store_wait(0)
 
@@ -318,8 +281,6 @@ def fp8(
     Args:
         x_map: boxes (NB, 64 U) of (M, K) e4m3, in the order of ``decoded``.
         xscale: (M,) f32.
-        SPLIT: parts of tiles that are split; 0 where none is.
-        HEIGHT: tokens that are stored at a time, at most half of a tile's.
         TABLE: assembly: two scales -> two tables.
         LOOK_UP: assembly: two tables and two words -> four registers of bytes.
         FACTOR: what products lack beside scale2 and xscale.
