@@ -252,15 +252,9 @@ def whole(shapes: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(gpu_bounds.WHOLE.get(n, n), k) for n, k in shapes]
 
 
-def tests() -> list[str]:
-    """The files of tests that need a GPU."""
-    found = sorted((ROOT / "tests" / "run").glob("test_*.py"))
-    return [str(file.relative_to(ROOT)) for file in found if "mark.gpu" in file.read_text()]
-
-
 def tests_pass() -> bool:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *tests()]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+    environment = os.environ | {"PYTHON": sys.executable}
+    return subprocess.run(["scripts/gpu_tests"], cwd=ROOT, env=environment, check=False).returncode == 0
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -299,7 +293,7 @@ def main(arguments: list[str] | None = None) -> None:
     if on_gpu and not torch.cuda.is_available():
         sys.exit("not measured: torch sees no CUDA GPU")
     if on_gpu and not options.trust_tests and not tests_pass():
-        sys.exit(f"not measured: the kernels' tests fail; run: python -m pytest -m gpu {' '.join(tests())}")
+        sys.exit("not measured: the kernels' tests fail; run: scripts/gpu_tests")
     os.environ.pop("HALFBYTE_KERNEL", None)
     why = gpu_humming.missing() if options.peers else ""
     options.humming = on_gpu and why is None

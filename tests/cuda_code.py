@@ -97,7 +97,12 @@ def compile_ahead(
 def compile_all(
     jobs: Sequence[tuple[str, str, tuple[dict[str, str], dict[str, Any], dict[str, Any]]]], capability: int
 ) -> None:
-    """As ``compile_ahead``, of several kernels: the module, the name and what decides the program."""
+    """As ``compile_ahead``, of several kernels: the module, the name and what decides the program.
+
+    Where pytest's workers run side by side, each compiles what its tests need: nothing is done here.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
     distinct = list({repr(job): job for job in jobs}.values())
     workers = min(len(distinct), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:

@@ -385,22 +385,22 @@ class TestOnGpu:
         other = result(replace(args, x=x, out=torch.empty_like(whole)), made)
         assert (other != whole).any(1).tolist() == [i == 5 for i in range(16)]
 
+    @pytest.mark.parametrize("warps", sorted({made.warps for made in EVERY}))
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_every_configuration_is_right_and_the_same_warps_give_the_same_bytes(self, dtype):
+    def test_every_configuration_is_right_and_the_same_warps_give_the_same_bytes(self, dtype, warps):
         weight, args = arguments(*RAGGED, 16, dtype, "float32", None, "cuda", scales=(40, 60))
         args = replace(args, x=guarded(args.x, float("nan"))[1], weight=replace_buffers(args.weight))
         expected, magnitude = exact_linear(to_numpy(args.x).astype(np.float64), weight)
         bound = 1.01 * ((RAGGED[1] + 24) * 2.0**-23 + 2.0**-24) * magnitude
-        first = {}
-        for made in EVERY:
+        first = None
+        for made in (made for made in EVERY if made.warps == warps):
             for rows in (16, 5) if dtype == "bfloat16" else (5,):
                 poisoned, out = guarded(torch.empty(rows, RAGGED[0], device="cuda"), float("nan"))
                 got = result(replace(args, x=args.x[:rows], out=out), made)
-                assert torch.equal(got, first.setdefault(made.warps, got)[:rows]), (made, rows)
+                first = got if first is None else first
+                assert torch.equal(got, first[:rows]), (made, rows)
                 assert torch.isnan(poisoned).sum() == poisoned.numel() - out.numel()
-        assert sorted(first) == [2, 4, 8, 16]
-        for got in first.values():
-            assert (abs(to_numpy(got) - expected[: len(got)]) <= bound[: len(got)]).all()
+        assert (abs(to_numpy(first) - expected[: len(first)]) <= bound[: len(first)]).all()
 
     def test_a_nan_stays_in_its_row(self):
         _, args = arguments(64, 512, 8, out_dtype="float32", device="cuda")

@@ -22,6 +22,7 @@ from halfbyte.kernels.cuda.gemm_gluon import (
     Gemm,
     Schedule,
     constants,
+    microseconds,
     options,
     scales_code,
     schedule,
@@ -86,6 +87,35 @@ def test_a_schedule():
     assert scratch_of(made, held) == (52 * 2 * 128 * 256 * 4, 52 * 2 * 4)
     assert schedule(14336, 4096, 1024, replace(made, parts=1), 132).items == 448
     assert schedule(16, 64, 1, replace(made, parts=2, all=True), 132).parts == 1  # there is one step
+
+
+MEASURED = [
+    ((4096, 4096), 32, {(1, 4, 32, 4, 2, 4, True): 7.7, (2, 4, 32, 4): 12.9}),
+    ((4096, 4096), 128, {(2, 4, 64, 4, 1, 2, True): 13.0, (2, 4, 128, 2, 1, 4): 13.2, (2, 4, 128, 2): 21.9}),
+    ((4096, 4096), 512, {(2, 4, 128, 2): 24.0, (2, 4, 256, 1, 1, 2): 29.9, (2, 4, 256, 1): 40.2}),
+    ((14336, 4096), 256, {(2, 4, 256, 1): 41.6, (2, 8, 128, 2): 43.1, (2, 4, 256, 1, 1, 2): 55.2}),
+    ((14336, 4096), 1024, {(2, 4, 256, 1, 1, 2): 152.1, (2, 8, 128, 2, 1, 2): 153.8, (2, 4, 256, 1): 163.2}),
+    ((28672, 8192), 128, {(2, 8, 128, 2): 85.6, (2, 4, 128, 2): 95.1}),
+    ((28672, 8192), 512, {(2, 4, 256, 1, 1, 2): 300.9, (2, 8, 128, 2, 1, 2): 304.0, (2, 8, 128, 2): 333.2}),
+]
+"""(N, K), tokens, and the microseconds of configurations on an H200, bfloat16."""
+
+
+@pytest.mark.parametrize(("shape", "rows", "times"), MEASURED, ids=str)
+def test_the_model_is_near_what_was_measured_and_picks_what_is_fast(shape, rows, times):
+    by_model = {fields: microseconds(*shape, rows, Gemm(*fields), 132) for fields in times}
+    assert all(0.8 <= by_model[fields] / us <= 1.25 for fields, us in times.items()), by_model
+    assert times[min(by_model, key=by_model.get)] <= 1.05 * min(times.values())
+
+
+def test_without_choices_the_model_decides(monkeypatch):
+    monkeypatch.setattr(gemm_gluon.choices, "configured", lambda call, name, default: default)
+    monkeypatch.setattr(gemm_gluon, "multiprocessors", lambda index: 132)
+    call = accepted(shape=(14336, 4096), rows=1024)
+    pays = gemm_gluon.configurations(call)
+    assert gemm_gluon.configure(call) == pays[0]
+    assert len(pays) == 8
+    assert gemm_gluon.configurations(replace(call, rows=8)) == ()
 
 
 @pytest.mark.parametrize("made", CONFIGURATIONS, ids=str)

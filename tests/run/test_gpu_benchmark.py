@@ -182,9 +182,7 @@ def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
 def test_nothing_is_measured_on_red(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(subprocess, "run", lambda command, **kwargs: types.SimpleNamespace(returncode=1))
-    with pytest.raises(
-        SystemExit, match=r"not measured: the kernels' tests fail; run: python -m pytest -m gpu tests/run"
-    ):
+    with pytest.raises(SystemExit, match="not measured: the kernels' tests fail; run: scripts/gpu_tests"):
         gpu.main(["--quick"])
 
 
@@ -417,6 +415,7 @@ def test_the_read_probe_reads_by_16_bytes():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @needs_gpu
 def test_a_graph_takes_copies_in_turns_and_is_timed():
     sums = torch.zeros(3, device="cuda")
@@ -465,6 +464,30 @@ def test_gpu_check_tells_its_options():
     assert "#" not in done.stdout
 
 
-def test_all_gpu_tests_are_run():
-    named = {Path(name).name for name in gpu.tests()}
-    assert "test_layouts_cuda.py" in named
+@pytest.mark.parametrize("xdist", [True, False])
+@pytest.mark.parametrize(
+    ("together", "alone", "status"), [(0, 0, 0), (1, 0, 1), (0, 1, 1), (5, 0, 5), (1, 2, 2)], ids=str
+)
+def test_gpu_tests_run_side_by_side_and_alone_and_tell_both_results(tmp_path, xdist, together, alone, status):
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\ncase $1 in -c) exit {int(not xdist)};; esac\necho "$@"\n'
+        f'case "$*" in *"and not alone"*) exit {together};; *) exit {alone};; esac\n'
+    )
+    python.chmod(0o755)
+    command = ["scripts/gpu_tests", "-k", "some"]
+    environment = os.environ | {"PYTHON": str(python)}
+    done = subprocess.run(command, cwd=gpu.ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (status, "")
+    *said, first, second = done.stdout.splitlines()
+    assert said == ([] if xdist else ["pytest-xdist is not installed: one test runs after the other"])
+    assert first.startswith("-m pytest -m gpu and not alone -n auto " if xdist else "-m pytest -m gpu and not alone -q")
+    assert second.startswith("-m pytest -m gpu and alone -q ")
+    for line in (first, second):
+        marked = {
+            f"tests/run/{name.name}"
+            for name in Path(__file__).parent.glob("test_*.py")
+            if "mark.gpu" in name.read_text()
+        }
+        assert {word for word in line.split() if word.endswith(".py")} == marked
+        assert line.endswith(" -k some")

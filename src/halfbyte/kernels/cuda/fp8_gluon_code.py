@@ -229,7 +229,7 @@ def consume(given, WHICH: gl.constexpr, FORM: gl.constexpr):
         else:
             acc, slot, phase = multiply(ring, slot, phase, count, C, WHICH, R, U, NB, STAGES, TABLE, LOOK_UP, MMA)
         last = part < 0
-        if SPLIT:  # noqa: SIM102 - a constant
+        if SPLIT:
             if part >= 0:
                 acc, last = combine(acc, sums, counts, (tile - whole) * C + WHICH, part, parts, R, NB)
         if last:

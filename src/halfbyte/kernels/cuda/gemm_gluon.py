@@ -105,11 +105,13 @@ class Gemm:
 CONFIGURATIONS: Final = tuple(
     Gemm(*fields)
     for fields in (
-        *((2, 4, 32, 4, 1, 1), (2, 4, 32, 4, 1, 2, True), (2, 4, 32, 2, 2, 2, True), (4, 4, 32, 2, 1, 1)),
-        *((2, 4, 64, 4, 1, 1), (2, 4, 64, 4, 1, 2, True), (2, 4, 64, 2, 2, 2, True), (4, 4, 64, 2, 1, 1)),
-        *((1, 4, 64, 2, 2, 4, True), (1, 4, 32, 4, 2, 4, True)),
-        *((2, 4, 128, 2, 1, 1), (2, 4, 128, 2, 1, 2), (2, 4, 128, 2, 1, 4), (2, 8, 128, 1, 1, 1), (2, 8, 128, 1, 1, 2)),
-        *((2, 4, 256, 1, 1, 1), (2, 4, 256, 1, 1, 2), (2, 4, 256, 1, 1, 3), (2, 4, 256, 1, 1, 4)),
+        *((2, 4, 32, 4), (2, 4, 32, 4, 1, 2, True), (1, 4, 32, 4, 2), (1, 4, 32, 4, 2, 4, True), (2, 8, 32, 4)),
+        *((4, 4, 32, 4), (4, 4, 32, 4, 1, 2, True)),
+        *((2, 4, 64, 4), (2, 4, 64, 4, 1, 2, True), (1, 4, 64, 2, 2, 4, True), (2, 8, 64, 2), (3, 8, 64, 2)),
+        *((4, 4, 64, 2), (4, 4, 64, 2, 1, 2, True)),
+        *((2, 4, 128, 2), (2, 4, 128, 2, 1, 2), (2, 4, 128, 2, 1, 4)),
+        *((2, 8, 128, 2), (2, 8, 128, 2, 1, 2), (2, 8, 128, 2, 1, 4)),
+        *((2, 4, 256, 1), (2, 4, 256, 1, 1, 2), (2, 4, 256, 1, 1, 3), (2, 4, 256, 1, 1, 4)),
     )
 )
 """Those that are tested."""
@@ -223,15 +225,15 @@ def microseconds(n: int, k: int, rows: int, made: Gemm, processors: int) -> floa
     held = schedule(n, k, rows, made, processors)
     busy = held.grid / processors
     area = made.features * made.tokens
-    matrix = area * UNIT * made.units / 3.56e6 * busy
-    decoding = made.consumers * made.tiles / 4 * made.units * 0.103 * busy
-    arriving = made.stage * held.grid / 8.55e6
-    step = max(matrix, decoding, arriving, 0.46 + 0.074 * made.units) + 0.054
-    tile = held.steps * step + 1.28 * area / 32768
-    part = held.share * step + 1.55 + 5.52 * area / 32768
+    matrix = area * UNIT * made.units / 3.51e6 * busy
+    decoding = made.consumers * made.tiles / 4 * made.units * 0.106 * busy
+    arriving = made.stage * held.grid / 8.66e6
+    step = max(matrix, decoding, arriving, 0.464 + 0.067 * made.units) + 0.037
+    tile = held.steps * step + 2.38 * area / 32768
+    part = held.share * step + 1.16 + 6.37 * area / 32768
     slots = processors * made.programs
     time = -(-held.whole // slots) * tile + -(-(held.items - held.whole) // slots) * part
-    return 2.6 + max(time, n * k * 9 / 16 / 4.3e6)
+    return 3.1 + max(time, n * k * 9 / 16 / 4.3e6)
 
 
 def _by_model(call: Call) -> list[Gemm]:
