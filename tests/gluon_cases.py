@@ -94,6 +94,6 @@ def guarded(a, fill):
 
 def replace_buffers(packed):
     """The same weight between guards: codes that decode to 6, scales to the largest number."""
-    fills = {"codes": GUARD, "scales": 0xF6, "scale2": float("nan")}
+    fills = {"codes": GUARD, "scales": 0xF6, "scale2": float("nan"), "pre_scale": float("nan")}
     buffers = {name: guarded(b, fills[name])[1] for name, b in packed.buffers().items()}
     return type(packed).from_buffers(packed.layout, packed.shape, buffers)
