@@ -146,9 +146,9 @@ def ours_in_fp8(weights: Weights, x: Any, result: Result) -> list[Candidate]:
 
 
 def _runner(kernel: Kernel[Any, Any], args: list[Any]) -> Callable[[int], None]:
-    """As ``linear`` runs it: what is remembered of a weight that is used again, for few tokens or in FP8."""
+    """As ``linear`` runs it: what is remembered of a weight that is used again."""
     x, out = args[0].x, args[0].out
-    if kernel.bind is None or (len(x) > _FEW_ROWS and kernel.op == LinearArgs.op):
+    if kernel.bind is None or not (len(x) <= _FEW_ROWS or x.is_cuda):
         return lambda i: kernel.run(args[i])
     runs = [kernel.bind(one) for one in args]
     return lambda i: runs[i](x, None, out)
