@@ -333,7 +333,7 @@ def _configuration(kernel: Kernel[Any, Any], call: Call) -> str:
 
 def _launches(kernel: Kernel[Any, Any]) -> Iterator[str]:
     """What is to be said of how a kernel is launched."""
-    if kernel.launch.__module__.startswith("halfbyte.kernels.cuda."):
+    if kernel.on_gpu:
         slowly = launch.unknown()
         if slowly:
             yield slowly

@@ -18,6 +18,8 @@ TRITON: Final = f"Gluon tested with {' to '.join('.'.join(map(str, v)) for v in 
 )
 """With which versions of Triton kernels were tested."""
 
+CPU: Final[list[dict[str, Any]]] = [{"device": "cpu", "library": library} for library in ("torch", "numpy")]
+
 
 def tiers(capabilities: Sequence[int]) -> dict[str, dict[str, str]]:
     """For "cpu" and "gpu" each kernel in the table's order: "ready", or what keeps it from its nearest call.
@@ -29,9 +31,8 @@ def tiers(capabilities: Sequence[int]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {"cpu": {}, "gpu": {}}
     for kernel in KERNELS:
         if kernel.bundle is LinearArgs:
-            on_gpu = kernel.launch.__module__.startswith("halfbyte.kernels.cuda.")
-            places = gpus if on_gpu else [{"device": "cpu", "library": library} for library in ("torch", "numpy")]
-            found["gpu" if on_gpu else "cpu"][kernel.name] = _state(kernel, places)
+            places = gpus if kernel.on_gpu else CPU
+            found["gpu" if kernel.on_gpu else "cpu"][kernel.name] = _state(kernel, places)
     return found
 
 

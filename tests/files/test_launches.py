@@ -444,6 +444,27 @@ class TestChoice:
         with said("kernel vit-fmha-numpy takes another bundle: got LlmFmha, expected VitFmha"):
             kernel.run(llm())
 
+    def test_what_a_kernel_need_not_say(self):
+        """Without launch it is bound, and called; without load it is compiled as it is configured."""
+        seen = []
+
+        def bind(args):
+            return lambda *given: seen.append((args, *given))
+
+        packed = pack(Weight(codes=np.zeros((4, 8), np.uint8), scales=np.zeros((4, 1), np.uint8), scale2=1.0))
+        x, out = np.ones((1, 16), np.float32), np.empty((1, 4), np.float32)
+        args = LinearArgs(x=x, weight=packed, bias=None, out=out)
+        whole = next(kernel for kernel in KERNELS if kernel.name == "reference-numpy")
+        lazy = replace(whole, launch=None, bind=bind, load=None, configure=len, compile=lambda *of: seen.append(of))
+        lazy.run(args)
+        lazy.prepare("call")
+        assert seen == [(args, x, None, out), ("call", 4)]
+        assert (lazy.module, lazy.on_gpu) == (__name__, False)
+        with said("kernel reference-numpy cannot run: expected launch, or bind"):
+            replace(whole, launch=None)
+        with said("kernel reference-numpy cannot be loaded: expected load, or compile and configure"):
+            replace(lazy, configure=None)
+
     def test_a_call_of_another_op(self):
         with said("a call of another op than VitFmha's: got 'llm_fmha', expected vit_fmha"):
             select(VitFmha, llm().call())

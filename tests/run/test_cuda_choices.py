@@ -334,7 +334,7 @@ def misfits(kernel, choice, calls):
     if set(choice.configuration) - own:
         yield f"no such fields: {sorted(set(choice.configuration) - own)}"
         return
-    tested = sys.modules[kernel.launch.__module__].CONFIGURATIONS
+    tested = sys.modules[kernel.module].CONFIGURATIONS
     if not any(kind(**choice.configuration) in tested for kind in kinds):
         yield f"not one of those that are tested: {choice.configuration}"
 

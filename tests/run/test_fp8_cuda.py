@@ -212,7 +212,7 @@ def test_the_result_is_rounded_once(emulated, dtype, out_dtype, bias_dtype, n, k
     at_once = bias is None or bias_dtype == out_dtype != "float32"
     assert emulated[0] == (out.dtype if at_once else torch.float32, n == 32 and at_once)
     out.fill_(7)
-    scaled_mm.launch(args)
+    scaled_mm.TORCH.run(args)
     assert torch.equal(out, linear(x, twin, bias, out_dtype=out_dtype))
 
 

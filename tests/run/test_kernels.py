@@ -384,7 +384,7 @@ def any_cpu(monkeypatch):
 
 def on_the_cpu_only(refusals):
     """Without kernels for GPUs, each of which says so first."""
-    gpu = {kernel.name for kernel in LINEAR if kernel.launch.__module__.startswith("halfbyte.kernels.cuda.")}
+    gpu = {kernel.name for kernel in LINEAR if kernel.on_gpu}
     assert all(reasons.startswith("runs on NVIDIA GPUs, not on cpu") for name, reasons in refusals if name in gpu)
     return [(name, reasons) for name, reasons in refusals if name not in gpu]
 
@@ -430,7 +430,7 @@ class TestPlan:
         lines = str(chosen).splitlines()
         width = 2 + max(len(f"not {name}") for name, _ in chosen.refusals)
         assert all(line[width - 2 : width] == "  " and line[width] != " " for line in lines)
-        gpu = [f"not {k.name}" for k in LINEAR if k.launch.__module__.startswith("halfbyte.kernels.cuda.")]
+        gpu = [f"not {k.name}" for k in LINEAR if k.on_gpu]
         assert [(line[:width].rstrip(), line[width:]) for line in lines if not line.startswith(tuple(gpu))] == [
             ("op", "linear N=576 K=1536 M=16, layout rows"),
             ("arrays", "torch on cpu, bfloat16 to float32"),

@@ -325,7 +325,7 @@ class TestDefaults:
         work = list(tuning.planned(Options(), 90))
         jobs = [job for one in work for jobs in one.jobs for job in jobs]
         for job in jobs:
-            assert job.made in sys.modules[job.kernel.launch.__module__].CONFIGURATIONS
+            assert job.made in sys.modules[job.kernel.module].CONFIGURATIONS
             assert type(job.made)(**tuned.changed(job.made)) == job.made
             assert job.kernel.compile
         assert len({(one.call.op, one.shape) for one in work}) == len(work)

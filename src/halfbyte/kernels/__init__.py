@@ -143,5 +143,5 @@ def preflight(bundle: type[A], call: C) -> Kernel[A, C]:
         UnavailableError: a device that is not there.
     """
     kernel = select(bundle, call)
-    kernel.load(call)
+    kernel.prepare(call)
     return kernel

@@ -199,32 +199,63 @@ class Kernel(Generic[A, C]):
         bundle: the class of its arguments, which also says its op.
         description: one line for ``plan``.
         refuse: all that keeps it from this call, each in words; () if it computes the call.
-        load: brings what an accepted call will need (libraries, tables, the device), or raises.
-        launch: runs on the arguments of an accepted call and writes their ``out``, which is not empty.
         cost: what an accepted call must move and compute.
+        load: brings what an accepted call will need (libraries, tables, the device), or raises; None where that is
+            ``compile`` of what ``configure`` says.
+        launch: runs on the arguments of an accepted call and writes their ``out``, which is not empty; None where that
+            is ``bind`` and a call of what it gives.
         bind: what is left of ``launch`` for calls like these, on other x, bias and out: a function of the three; or
             None where nothing would be saved. On a GPU it may keep the addresses of the weight, but not the weight.
         configure: how ``launch`` and ``bind`` run an accepted call, as a frozen dataclass; None where there is one way.
         scratch: bytes of memory beside the arguments that an accepted call takes.
+        configurations: those that can pay for an accepted call, for ``halfbyte tune``; each is a second argument that
+            ``bind`` takes.
+        compile: compiles an accepted call in one of them.
+
+    Raises:
+        UsageError: neither ``launch`` nor ``bind``, or neither ``load`` nor ``compile`` and ``configure``.
     """
 
     name: str
     bundle: type[A]
     description: str
     refuse: Callable[[C], tuple[str, ...]]
-    load: Callable[[C], None]
-    launch: Callable[[A], None]
     cost: Callable[[C], Cost]
+    load: Callable[[C], None] | None = None
+    launch: Callable[[A], None] | None = None
     bind: Callable[..., Callable[[Array, Array | None, Array], None]] | None = None
     configure: Callable[[C], Any] | None = None
     scratch: Callable[[C], int] | None = None
     configurations: Callable[[C], Sequence[Any]] | None = None
     compile: Callable[[C, Any], None] | None = None
 
+    def __post_init__(self) -> None:
+        if self.launch is None and self.bind is None:
+            raise UsageError(f"kernel {self.name} cannot run", expected="launch, or bind")
+        if self.load is None and (self.compile is None or self.configure is None):
+            raise UsageError(f"kernel {self.name} cannot be loaded", expected="load, or compile and configure")
+
     @property
     def op(self) -> str:
         """What it computes."""
         return self.bundle.op
+
+    @property
+    def module(self) -> str:
+        """Where it is written."""
+        return (self.launch or self.bind).__module__
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is one for NVIDIA GPUs alone."""
+        return self.module.startswith("halfbyte.kernels.cuda.")
+
+    def prepare(self, call: C) -> None:
+        """Bring what an accepted call will need, or raise."""
+        if self.load is not None:
+            self.load(call)
+        elif self.compile is not None and self.configure is not None:
+            self.compile(call, self.configure(call))
 
     def run(self, args: A) -> None:
         """Launch on arguments that were accepted; UsageError where they are another kernel's."""
@@ -232,7 +263,11 @@ class Kernel(Generic[A, C]):
             raise UsageError(
                 f"kernel {self.name} takes another bundle", got=type(args).__name__, expected=self.bundle.__name__
             )
-        self.launch(args)
+        if self.launch is not None:
+            self.launch(args)
+        elif self.bind is not None:
+            given: Any = args
+            self.bind(args)(given.x, given.bias, given.out)
 
 
 def check_kind(layout: Layout) -> None:

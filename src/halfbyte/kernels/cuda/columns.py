@@ -185,14 +185,8 @@ def _program(call: Call, bias: str, made: Few | Many, device: Any) -> Program:
     return program(kernel, signature(call, bias, made), constants(call, made), device=device, warps=made.warps)
 
 
-def launch(args: LinearArgs) -> None:
-    """One launch."""
-    bind(args)(args.x, args.bias, args.out)
-
-
-def load(call: Call, made: Few | Many | None = None) -> None:
-    """Compile it; ``made`` instead of the configuration chosen."""
-    made = configure(call) if made is None else made
+def compile_as(call: Call, made: Few | Many) -> None:
+    """Compile it in a configuration."""
     _program(call, "*fp32", made, call.device)
 
 
@@ -201,11 +195,9 @@ TRITON: Final = Kernel(
     bundle=LinearArgs,
     description="reads transposed bytes, in plain Triton; NVIDIA GPUs from sm_80 on, any number of tokens",
     refuse=refuse,
-    load=load,
-    launch=launch,
     cost=linear_cost,
     bind=bind,
     configure=configure,
     configurations=configurations,
-    compile=load,
+    compile=compile_as,
 )

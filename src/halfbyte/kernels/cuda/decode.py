@@ -127,14 +127,8 @@ def _program(call: Call, bias: str, made: Decode, device: Any) -> Program:
     return program(decode, types, constants(call, made), device=device, warps=made.warps)
 
 
-def launch(args: LinearArgs) -> None:
-    """One launch."""
-    bind(args)(args.x, args.bias, args.out)
-
-
-def load(call: Call, made: Decode | None = None) -> None:
-    """Compile it; ``made`` instead of the configuration chosen."""
-    made = configure(call) if made is None else made
+def compile_as(call: Call, made: Decode) -> None:
+    """Compile it in a configuration."""
     _program(call, "*fp32", made, call.device)
 
 
@@ -143,11 +137,9 @@ TRITON: Final = Kernel(
     bundle=LinearArgs,
     description="decodes in registers, in plain Triton; NVIDIA GPUs from sm_80 on, up to 16 tokens",
     refuse=refuse,
-    load=load,
-    launch=launch,
     cost=linear_cost,
     bind=bind,
     configure=configure,
     configurations=configurations,
-    compile=load,
+    compile=compile_as,
 )

@@ -246,14 +246,8 @@ def _program(call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool) 
     )
 
 
-def launch(args: LinearArgs) -> None:
-    """One ordinary launch."""
-    bind(args)(args.x, args.bias, args.out)
-
-
-def load(call: Call, made: Decode | None = None) -> None:
-    """Compile it; ``made`` instead of the configuration chosen."""
-    made = configure(call) if made is None else made
+def compile_as(call: Call, made: Decode) -> None:
+    """Compile it in a configuration."""
     import torch
 
     for pdl in (False, True):
@@ -265,11 +259,9 @@ GLUON: Final = Kernel(
     bundle=LinearArgs,
     description="decodes in registers to m16n8k16 fragments; Hopper, up to 16 tokens",
     refuse=refuse,
-    load=load,
-    launch=launch,
     cost=linear_cost,
     bind=bind,
     configure=configure,
     configurations=configurations,
-    compile=load,
+    compile=compile_as,
 )

@@ -351,16 +351,10 @@ def _program(call: Fp8Call, bias: str, made: Fp8, device: Any, whole: bool, spli
     return program(fp8, types, constants(call, made, whole, split), device=device, pdl=True)
 
 
-def launch(args: Fp8Args) -> None:
-    """Quantize and multiply once."""
-    bind(args)(args.x, args.bias, args.out)
-
-
-def load(call: Fp8Call, made: Fp8 | None = None) -> None:
-    """Compile it, in the configuration chosen or another, and what quantizes."""
+def compile_as(call: Fp8Call, made: Fp8) -> None:
+    """Compile it in a configuration, and what quantizes."""
     import torch
 
-    made = configure(call) if made is None else made
     device, k = torch.device(call.device), call.shape[-1]
     quantizer(device, call.dtype, k, ordered=True, pre_scale=call.pre_scale, early=True, capability=call.capability)
     whole = call.shape[0] * _size(call.out_dtype) % ALIGNED == 0
@@ -372,12 +366,10 @@ GLUON: Final = Kernel(
     bundle=Fp8Args,
     description="quantizes activations for each token, and weights in wgmma's registers; Hopper, many tokens",
     refuse=refuse,
-    load=load,
-    launch=launch,
     cost=cost,
     bind=bind,
     configure=configure,
     scratch=scratch,
     configurations=configurations,
-    compile=load,
+    compile=compile_as,
 )

@@ -191,14 +191,8 @@ def _program(call: Call, bias: str, made: Gemm, device: Any, whole: bool) -> Pro
     return program(gemm, types, constants(call, made), device=device, warps=made.warps)
 
 
-def launch(args: LinearArgs) -> None:
-    """One launch."""
-    bind(args)(args.x, args.bias, args.out)
-
-
-def load(call: Call, made: Gemm | None = None) -> None:
-    """Compile it; ``made`` instead of the configuration chosen."""
-    made = configure(call) if made is None else made
+def compile_as(call: Call, made: Gemm) -> None:
+    """Compile it in a configuration."""
     _program(call, "*fp32", made, call.device, call.shape[0] % ALIGNED == 0)
 
 
@@ -207,12 +201,10 @@ TRITON: Final = Kernel(
     bundle=LinearArgs,
     description="tiles of decoded weights, in plain Triton; NVIDIA GPUs from sm_80 on, any number of tokens",
     refuse=fragments.why_not_fragments,
-    load=load,
-    launch=launch,
     cost=linear_cost,
     bind=bind,
     configure=configure,
     configurations=configurations,
-    compile=load,
+    compile=compile_as,
     scratch=scratch,
 )

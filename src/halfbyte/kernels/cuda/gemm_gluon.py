@@ -350,16 +350,10 @@ def _program(call: Call, bias: str, made: Gemm, device: Any, pdl: bool, whole: b
     return program(gemm, types, constants(call, made, whole, split), device=device, pdl=pdl, **options(made))
 
 
-def launch(args: LinearArgs) -> None:
-    """One ordinary launch."""
-    bind(args)(args.x, args.bias, args.out)
-
-
-def load(call: Call, made: Gemm | None = None) -> None:
-    """Compile it, in the configuration chosen or another."""
+def compile_as(call: Call, made: Gemm) -> None:
+    """Compile it in a configuration."""
     import torch
 
-    made = configure(call) if made is None else made
     split = _schedule(call, made, None).split > 0
     whole = call.shape[0] * _size(call.out_dtype) % ALIGNED == 0
     for pdl in (False, True):
@@ -371,12 +365,10 @@ GLUON: Final = Kernel(
     bundle=LinearArgs,
     description="tiles of weights decoded to wgmma's registers; Hopper, many tokens",
     refuse=refuse,
-    load=load,
-    launch=launch,
     cost=linear_cost,
     bind=bind,
     configure=configure,
     scratch=scratch,
     configurations=configurations,
-    compile=load,
+    compile=compile_as,
 )

@@ -96,11 +96,6 @@ def bind(args: Fp8Args) -> Callable[[Array, Array | None, Array], None]:
     return run
 
 
-def launch(args: Fp8Args) -> None:
-    """Quantize and multiply once."""
-    bind(args)(args.x, args.bias, args.out)
-
-
 def load(call: Fp8Call) -> None:
     """Compile what quantizes."""
     load_torch(call)
@@ -121,7 +116,6 @@ TORCH: Final = Kernel(
     description="quantizes activations for each token, then torch._scaled_mm",
     refuse=refuse,
     load=load,
-    launch=launch,
     cost=cost,
     bind=bind,
     scratch=scratch,
