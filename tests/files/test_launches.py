@@ -460,9 +460,9 @@ class TestChoice:
         lazy.prepare("call")
         assert seen == [(args, x, None, out), ("call", 4)]
         assert (lazy.module, lazy.on_gpu) == (__name__, False)
-        with said("kernel reference-numpy cannot run: expected launch, or bind"):
+        with said("kernel reference-numpy cannot run, expected launch, or bind"):
             replace(whole, launch=None)
-        with said("kernel reference-numpy cannot be loaded: expected load, or compile and configure"):
+        with said("kernel reference-numpy cannot be loaded, expected load, or compile and configure"):
             replace(lazy, configure=None)
 
     def test_a_call_of_another_op(self):
