@@ -1,8 +1,10 @@
 """Small calls of ragged shapes, by every kernel for GPUs: what a memory checker runs.
 
-Products are compared with float64; weights quantized, decoded and looked up with those of the CPU, to the bit.
+Products are compared with float64, those in FP8 with that of the same quantized values; weights quantized, decoded and
+looked up, and activations quantized, with those of the CPU, to the bit.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python scripts/gpu_ragged.py
+    export PYTHONPATH=src:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --error-exitcode 9 python scripts/gpu_ragged.py
 
 Without torch's cache each array is an allocation of its own, so that a load or store beside one shows. The exit status
 is 1 where a result is wrong, or nothing was computed.
@@ -13,49 +15,99 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from itertools import product
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
 
 import halfbyte as hb
-from halfbyte.kernels import KERNELS, LinearArgs
-from halfbyte.layouts import parse
+from halfbyte.kernels import KERNELS, Fp8Args, LinearArgs
+from halfbyte.kernels.cuda import fp8_gluon, launch
+from halfbyte.kernels.fp8 import quantized
+from halfbyte.kinds import Fp8Weight
+from halfbyte.layouts import Packed, parse
 
-SHAPES: Final = ((17, 48), (129, 208), (263, 1040))
+SHAPES: Final = ((17, 48), (129, 208), (144, 208), (263, 1040))
 ROWS: Final = (1, 9, 17, 70)
 LAYOUTS: Final = ("fragments(dtype={dtype})", "columns(align=1)", "columns(align=128)")
 ERROR: Final = {"bfloat16": 4e-3, "float16": 5e-4}
+TWIN: Final = "twin"
+FP8_SHAPES: Final = ((17, 48), (136, 1109), (263, 1040))
+FP8_ROWS: Final = (9, 257)
+FP8_FORMS: Final = ("fragments(dtype=bfloat16)", "fragments(dtype=float16)", TWIN)
+ACTIVATIONS: Final = ((3, 100), (257, 1109), (2, 40000))
+"""(M, K) that are quantized alone; a row of the last is read twice."""
 
 
-def cases() -> Iterator[tuple[str, tuple[int, int], int, str, bool]]:
-    """Layout, (N, K), M, dtype, and whether there is a bias and a scale2 for each row."""
+def cases() -> Iterator[tuple[Any, str, tuple[int, int], int, str]]:
+    """The class of the arguments, layout or twin, (N, K), M, and dtype."""
     for dtype, layout, shape, rows in product(ERROR, LAYOUTS, SHAPES, ROWS):
-        yield layout.format(dtype=dtype), shape, rows, dtype, (shape[0] + rows) % 2 == 0
+        yield LinearArgs, layout.format(dtype=dtype), shape, rows, dtype
+    for dtype, form, shape, rows in product(ERROR, FP8_FORMS, FP8_SHAPES, FP8_ROWS):
+        yield Fp8Args, form, shape, rows, dtype
 
 
-def case(layout: str, shape: tuple[int, int], rows: int, dtype: str, beside: bool, device: str) -> Iterator[str]:
-    """The kernels that computed it, and a line for each that was wrong."""
+def case(bundle: Any, form: str, shape: tuple[int, int], rows: int, dtype: str, device: str) -> Iterator[str]:
+    """The kernels that computed it, and a line for each that was wrong.
+
+    In every other case there are a bias, a scale2 for each row and, in FP8, a pre_scale.
+    """
     n, k = shape
+    beside, fp8 = (n + rows) % 2 == 0, bundle is Fp8Args
     random = torch.Generator(device).manual_seed(n * k + rows)
     codes, scales = (
-        torch.randint(low, high, (n, k // size), dtype=torch.uint8, device=device, generator=random)
-        for low, high, size in ((0, 256, 2), (0, 0x7F, 16))
+        torch.randint(0, high, (n, -(-k // 16) * each), dtype=torch.uint8, device=device, generator=random)
+        for high, each in ((256, 8), (0x7F, 1))
     )
     scale2 = torch.full((n,) if beside else (), 2**-9, device=device)
-    weight = hb.Weight(codes=codes, scales=scales, scale2=scale2)
+    pre = torch.rand(k, device=device, generator=random) + 0.5 if beside and fp8 else None
+    weight = hb.Weight(codes=codes, scales=scales, scale2=scale2, pre_scale=pre, k=k)
     x = torch.randn(rows, k, device=device, generator=random).to(getattr(torch, dtype))
     bias = x.new_ones(n) if beside else None
-    expected = x.double() @ weight.dequantize("float32").double().T + (1 if beside else 0)
-    packed = hb.pack(weight, parse(layout))
+    expected = (in_fp8(x, weight) if fp8 else x.double() @ weight.dequantize("float32").double().T) + beside
+    held = apart(hb.to_fp8(weight) if form == TWIN else hb.pack(weight, parse(form)))
     for kernel in KERNELS:
         out = torch.full((rows, n), float("nan"), dtype=x.dtype, device=device)
-        args = LinearArgs(x=x, weight=packed, bias=bias, out=out)
-        if kernel.bundle is not LinearArgs or kernel.refuse(args.call()):
+        args = bundle(x=x, weight=held, bias=bias, out=out)
+        if kernel.bundle is not bundle or kernel.refuse(args.call()):
             continue
+        launch.forget()
         kernel.run(args)
         error = float((out.double() - expected).norm() / expected.norm())
-        wrong = "" if error <= ERROR[dtype] else f": WRONG by {error:.2g}"
-        yield f"{kernel.name} {layout} {n}x{k} M={rows}{wrong}"
+        wrong = "" if error <= (fp8_gluon.ERROR if fp8 else ERROR[dtype]) else f": WRONG by {error:.2g}"
+        yield f"{kernel.name} {form} {n}x{k} M={rows}{wrong}"
+
+
+def in_fp8(x: Any, weight: hb.Weight) -> Any:
+    """(M, N) f64: the product of the values that quantized activations and the twin stand for."""
+    twin = hb.to_fp8(weight)
+    data, scale = quantized(x, twin.pre_scale)
+    a, b = (held.view(torch.float8_e4m3fn).double() for held in (data, twin.data))
+    return (a * scale.double()) @ (b * twin.scale.double()).T
+
+
+def apart(held: Packed | Fp8Weight) -> Packed | Fp8Weight:
+    """The same with arrays of their own."""
+    if isinstance(held, Packed):
+        buffers = {name: buffer.clone() for name, buffer in held.buffers().items()}
+        return Packed.from_buffers(held.layout, held.shape, buffers)
+    pre = None if held.pre_scale is None else held.pre_scale.clone()
+    return Fp8Weight(data=held.data.clone(), scale=held.scale.clone(), pre_scale=pre)
+
+
+def activations(shape: tuple[int, int], dtype: str, device: str) -> Iterator[str]:
+    """Quantized activations, in both orders, with a pre_scale and without."""
+    import gpu_fp8
+
+    x = np.random.default_rng(0).standard_normal(shape, np.float32).astype(gpu_fp8.float_dtype(dtype))
+    factors = np.random.default_rng(1).uniform(0.5, 2, shape[1]).astype(np.float32)
+    for ordered, pre in product((False, True), (None, factors)):
+        try:
+            gpu_fp8.check_one(x, pre, ordered, device, shape, beside=0)
+            wrong = ""
+        except AssertionError:
+            wrong = ": WRONG"
+        yield f"quantizer {shape[0]}x{shape[1]} {dtype}{' ordered' if ordered else ''}{wrong}"
 
 
 def codecs(shape: tuple[int, int], dtype: str, device: str) -> Iterator[str]:
@@ -79,9 +131,11 @@ def main(device: str = "cuda") -> int:
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("not run: torch sees no CUDA GPU")
     done: list[str] = []
-    for layout, shape, rows, dtype, beside in cases():
-        done += case(layout, shape, rows, dtype, beside, device)
+    for one in cases():
+        done += case(*one, device)
     products = len(done)
+    for shape, dtype in product(ACTIVATIONS, (*ERROR, "float32")):
+        done += activations(shape, dtype, device)
     for shape, dtype in product(SHAPES, (*ERROR, "float32")):
         done += codecs(shape, dtype, device)
     wrong = [line for line in done if "WRONG" in line]

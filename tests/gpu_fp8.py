@@ -91,13 +91,15 @@ def check(device: str) -> int:
     return count
 
 
-def check_one(x: np.ndarray, pre: np.ndarray | None, ordered: bool, device: str, what: object) -> None:
-    """One array; nothing beyond data and scales is written."""
+def check_one(
+    x: np.ndarray, pre: np.ndarray | None, ordered: bool, device: str, what: object, beside: int = 64
+) -> None:
+    """One array; of so many elements after x, data and scales none is read to any effect, or written."""
     m, k = x.shape
     width = fp8_quantize.pitch(k, ordered)
-    held = torch.full((m * width + 64,), FILL, dtype=torch.uint8, device=device)
-    scales = torch.full((m + 16,), 7.0, device=device)
-    source = torch.full((m * k + 64,), torch.nan, dtype=getattr(torch, str(x.dtype)), device=device)
+    held = torch.full((m * width + beside,), FILL, dtype=torch.uint8, device=device)
+    scales = torch.full((m + beside,), 7.0, device=device)
+    source = torch.full((m * k + beside,), torch.nan, dtype=getattr(torch, str(x.dtype)), device=device)
     source[: m * k] = to_torch(np.ascontiguousarray(x).reshape(-1), device)
     run = fp8_quantize.quantizer(held.device, str(x.dtype), k, ordered=ordered, pre_scale=pre is not None)
     if m:

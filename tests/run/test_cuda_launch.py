@@ -375,6 +375,8 @@ def test_memory_for_partial_results_is_a_streams(gpu, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0x99)
     assert workspace(device, 60).numel() == 60
     assert counters(device, 64) is not zeros
+    launch.forget()
+    assert workspace(device, 10).numel() == 10
 
 
 def test_memory_of_a_capture_is_the_graphs_own(gpu):

@@ -15,8 +15,12 @@ from benchmarks import gpu, gpu_ahead, gpu_bounds, gpu_humming, gpu_report, gpu_
 from benchmarks.gpu_report import Case, Measured
 from benchmarks.gpu_subjects import Candidate, Result, Weights
 
+import gpu_fp8
 import halfbyte as hb
+from halfbyte.kernels import Fp8Args
+from halfbyte.kernels.cuda import fp8_quantize
 from halfbyte.kernels.cuda.ceilings import CEILINGS
+from halfbyte.kernels.fp8 import quantized
 from halfbyte.trials import WrongResultError
 
 H200 = CEILINGS["NVIDIA H200"]
@@ -385,18 +389,66 @@ def test_humming_is_driven_by_its_layer(monkeypatch):
     assert all(given["outputs"] is candidate.out and given["locks"] is first["locks"] for given in launched)
 
 
-def test_ragged_products_are_compared(monkeypatch, capsys):
+@pytest.fixture
+def ragged(monkeypatch):
+    """scripts/gpu_ragged.py on small shapes, for the CPU; activations are quantized by torch."""
     spec = importlib.util.spec_from_file_location("gpu_ragged", gpu.ROOT / "scripts" / "gpu_ragged.py")
-    ragged = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(ragged)
-    monkeypatch.setattr(ragged, "LAYOUTS", ("rows",))
-    monkeypatch.setattr(ragged, "SHAPES", ((17, 48),))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def quantizer(device, dtype, k, *, ordered, pre_scale):
+        def run(rows, x, pre, data, scales):
+            q, scale = quantized(x[: rows * k].view(rows, k), pre)
+            q = torch.from_numpy(gpu_fp8.in_order(q.numpy())) if ordered else q
+            data.view(rows, -1).zero_()[:, : q.shape[1]] = q
+            scales[:] = scale[:, 0]
+
+        return run
+
+    monkeypatch.setattr(fp8_quantize, "quantizer", quantizer)
+    for name, few in {
+        "LAYOUTS": ("rows",), "SHAPES": ((17, 48),), "FP8_SHAPES": ((17, 45),), "ACTIVATIONS": ((3, 100),)
+    }.items():  # fmt: skip
+        monkeypatch.setattr(module, name, few)
+    return module
+
+
+def test_ragged_products_are_compared(ragged, capsys):
     assert ragged.main("cpu") == 0
     said = capsys.readouterr().out
     assert " calls, 0 wrong, by cpu-" in said
-    assert said.endswith(", dequantize, embedding, quantize, reference-torch\n")
+    assert said.endswith(", dequantize, embedding, fp8-torch, quantize, quantizer, reference-torch\n")
+
+
+def test_a_ragged_call_is_of_every_kind(ragged):
+    calls = list(ragged.cases())
+    assert {form for bundle, form, *_ in calls if bundle is Fp8Args} == {*ragged.FP8_FORMS}
+    assert {rows for bundle, *_, rows, _ in calls if bundle is Fp8Args} == {9, 257}
+    done = [ragged.case(*one, "cpu") for one in calls if one[0] is Fp8Args]
+    assert [line.split(" M=")[0] for lines in done for line in lines] == [
+        f"fp8-torch {form} 17x45" for _ in range(2) for form in ragged.FP8_FORMS for _ in range(2)
+    ]
+
+
+def test_wrong_ragged_calls_are_told(ragged, monkeypatch, capsys):
+    monkeypatch.setattr(ragged.fp8_gluon, "ERROR", 1e-9)
+    assert ragged.main("cpu") == 1
+    wrong = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
+    assert {line.split()[0] for line in wrong} == {"fp8-torch"}
     monkeypatch.setattr(ragged, "ERROR", dict.fromkeys(ragged.ERROR, 1e-9))
     assert ragged.main("cpu") == 1
+    assert "cpu-portable rows 17x48 M=1: WRONG by " in capsys.readouterr().out
+    right = fp8_quantize.quantizer
+
+    def off(*args, **how):
+        def run(rows, x, pre, data, scales):
+            right(*args, **how)(rows, x, pre, data, scales)
+            data[-1] ^= 1
+
+        return run
+
+    monkeypatch.setattr(fp8_quantize, "quantizer", off)
+    assert all("WRONG" in line for line in ragged.activations((3, 100), "float16", "cpu"))
     monkeypatch.setattr(ragged, "KERNELS", ())
     assert ragged.main("cpu") == 1
 

@@ -545,6 +545,11 @@ def counters(device: Any, nbytes: int) -> Any:
     return _of_stream("counters", device, nbytes, zeros=True)
 
 
+def forget() -> None:
+    """Let go of both: each is then made anew, and no larger than is needed."""
+    _shared.clear()
+
+
 def _of_stream(kind: str, device: Any, nbytes: int, *, zeros: bool) -> Any:
     import torch
 
