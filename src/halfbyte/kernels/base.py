@@ -160,13 +160,7 @@ class LinearArgs:
 
     def __post_init__(self) -> None:
         check_kind(self.weight.layout)
-        n, k = self.weight.shape[-2:]
-        rows = self.x.shape[0]
-        needed = {"x": (rows, k), "bias": (n,), "out": (rows, n)}
-        for name, shape in needed.items():
-            array = getattr(self, name)
-            if array is not None and tuple(array.shape) != shape:
-                raise UsageError(f"{name} does not fit the weight and x", got=tuple(array.shape), expected=shape)
+        check_shapes(self.weight.shape, self.x, self.bias, self.out)
 
     def call(self) -> Call:
         """What decides which kernel runs on these arrays."""
@@ -280,6 +274,24 @@ def check_kind(layout: Layout) -> None:
         )
 
 
+def check_shapes(weight: tuple[int, ...], x: Array, bias: Array | None, out: Array) -> None:
+    """UsageError where x, bias or out do not fit a weight of a shape, or each other."""
+    (n, k), rows = weight[-2:], x.shape[0]
+    for name, array, shape in (("x", x, (rows, k)), ("bias", bias, (n,)), ("out", out, (rows, n))):
+        if array is not None and tuple(array.shape) != shape:
+            raise UsageError(f"{name} does not fit the weight and x", got=tuple(array.shape), expected=shape)
+
+
+def check_row_major(twin: str, data: Array) -> None:
+    """UsageError where the data of a twin, "FP8" or "INT8", are not row-major."""
+    if not (data.is_contiguous() if is_torch(data) else data.flags.c_contiguous):
+        raise UsageError(
+            f"the data of the {twin} weight are not row-major",
+            got=f"strides {tuple(data.stride() if is_torch(data) else data.strides)}",
+            hint=f"make an {twin.capitalize()}Weight of a contiguous copy",
+        )
+
+
 def version_of(weight: Packed) -> int:
     """How often torch has written to the buffers of a weight, as far as it counts that."""
     return sum(int(b._version) for b in weight.buffers().values() if is_torch(b) and not b.is_inference())
@@ -380,8 +392,12 @@ def why_not_float32(device: str) -> tuple[str, ...]:
 
 def linear_cost(call: Call) -> Cost:
     """The least that a linear call costs: the weight with its layout's padding, x, bias and result, once each."""
+    return cost_of(call, sum(call.layout.sizes(call.shape).values()))
+
+
+def cost_of(call: Any, weight: int) -> Cost:
+    """The least that a call costs with a weight of so many bytes: that, its scales, x, bias and result, once each."""
     *_, n, k = call.shape
-    weight = sum(call.layout.sizes(call.shape).values())
     vectors = 4 * ((n if call.per_row else 1) + call.pre_scale * k + call.bias * n)
     moved = call.rows * (k * float_dtype(call.dtype).itemsize + n * float_dtype(call.out_dtype).itemsize)
     return Cost(bytes=weight + vectors + moved, flops=2 * call.rows * n * k)

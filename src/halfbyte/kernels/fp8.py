@@ -25,18 +25,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from halfbyte.arrays import dtype_name, float_dtype
-from halfbyte.errors import UsageError
+from halfbyte.arrays import dtype_name
 from halfbyte.kernels.base import (
     Call,
     Cost,
     Kernel,
     Library,
     capability_of,
+    check_row_major,
+    check_shapes,
+    cost_of,
     device_of,
     library_of,
     linear_cost,
@@ -130,21 +133,9 @@ class Fp8Args:
     out: Array
 
     def __post_init__(self) -> None:
-        n, k = self.weight.shape[-2:]
-        rows = self.x.shape[0]
-        needed = {"x": (rows, k), "bias": (n,), "out": (rows, n)}
-        for name, shape in needed.items():
-            array = getattr(self, name)
-            if array is not None and tuple(array.shape) != shape:
-                raise UsageError(f"{name} does not fit the weight and x", got=tuple(array.shape), expected=shape)
+        check_shapes(self.weight.shape, self.x, self.bias, self.out)
         if isinstance(self.weight, Fp8Weight):
-            data = self.weight.data
-            if not (data.is_contiguous() if is_torch(data) else data.flags.c_contiguous):
-                raise UsageError(
-                    "the data of the FP8 weight are not row-major",
-                    got=f"strides {tuple(data.stride() if is_torch(data) else data.strides)}",
-                    hint="make an Fp8Weight of a contiguous copy",
-                )
+            check_row_major("FP8", self.weight.data)
 
     def call(self) -> Fp8Call:
         """What decides which kernel runs on these arrays."""
@@ -162,12 +153,7 @@ class Fp8Args:
 
 def cost(call: Fp8Call) -> Cost:
     """The least that a call costs: the weight as it is held, x, bias and result, once each."""
-    if not call.resident:
-        return linear_cost(call)
-    *_, n, k = call.shape
-    vectors = 4 * ((n if call.per_row else 1) + call.pre_scale * k + call.bias * n)
-    moved = call.rows * (k * float_dtype(call.dtype).itemsize + n * float_dtype(call.out_dtype).itemsize)
-    return Cost(bytes=n * k + vectors + moved, flops=2 * call.rows * n * k)
+    return cost_of(call, prod(call.shape[-2:])) if call.resident else linear_cost(call)
 
 
 def refuse(call: Fp8Call) -> tuple[str, ...]:

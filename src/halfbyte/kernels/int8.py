@@ -21,13 +21,23 @@ With Gaussian weights and activations that is 0.0123 of the norm of the result: 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from halfbyte.arrays import dtype_name, float_dtype
-from halfbyte.errors import UsageError
-from halfbyte.kernels.base import Cost, Kernel, Library, device_of, library_of, nothing_to_load
+from halfbyte.arrays import dtype_name
+from halfbyte.kernels.base import (
+    Cost,
+    Kernel,
+    Library,
+    check_row_major,
+    check_shapes,
+    cost_of,
+    device_of,
+    library_of,
+    nothing_to_load,
+)
 from halfbyte.kinds import Int8Weight
 from halfbyte.layouts import Packed
 from halfbyte.numerics import Array, is_torch
@@ -112,20 +122,8 @@ class Int8Args:
     out: Array
 
     def __post_init__(self) -> None:
-        n, k = self.weight.shape[-2:]
-        rows = self.x.shape[0]
-        needed = {"x": (rows, k), "bias": (n,), "out": (rows, n)}
-        for name, shape in needed.items():
-            array = getattr(self, name)
-            if array is not None and tuple(array.shape) != shape:
-                raise UsageError(f"{name} does not fit the weight and x", got=tuple(array.shape), expected=shape)
-        data = self.weight.data
-        if not (data.is_contiguous() if is_torch(data) else data.flags.c_contiguous):
-            raise UsageError(
-                "the data of the INT8 weight are not row-major",
-                got=f"strides {tuple(data.stride() if is_torch(data) else data.strides)}",
-                hint="make an Int8Weight of a contiguous copy",
-            )
+        check_shapes(self.weight.shape, self.x, self.bias, self.out)
+        check_row_major("INT8", self.weight.data)
 
     def call(self) -> Int8Call:
         """What decides which kernel runs on these arrays."""
@@ -154,10 +152,7 @@ def refuse(call: Int8Call) -> tuple[str, ...]:
 
 def cost(call: Int8Call) -> Cost:
     """The least that a call costs: the twin, x, bias and result, once each."""
-    *_, n, k = call.shape
-    vectors = 4 * ((n if call.per_row else 1) + call.pre_scale * k + call.bias * n)
-    moved = call.rows * (k * float_dtype(call.dtype).itemsize + n * float_dtype(call.out_dtype).itemsize)
-    return Cost(bytes=n * k + vectors + moved, flops=2 * call.rows * n * k)
+    return cost_of(call, prod(call.shape[-2:]))
 
 
 def _numpy(a: Array) -> Any:

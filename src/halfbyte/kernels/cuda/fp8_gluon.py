@@ -41,16 +41,16 @@ from halfbyte.kernels.cuda.fp8_quantize import nbytes, pitch, quantizer, scales_
 from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT
 from halfbyte.kernels.cuda.gemm_gluon import (
     BESIDE,
-    KEPT,
     MOST_FEATURES,
     SHARED,
     Gemm,
     Schedule,
+    described,
     multiprocessors,
     schedule,
     scratch_of,
 )
-from halfbyte.kernels.cuda.launch import Program, Tensor, boxes, counters, program, why_not, workspace
+from halfbyte.kernels.cuda.launch import Program, boxes, counters, program, why_not, workspace
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call, cost
 from halfbyte.kernels.fp8 import refuse as refuse_any
 from halfbyte.layouts import Fragments, Packed
@@ -308,15 +308,7 @@ def bind(args: Fp8Args, made: Fp8 | None = None) -> Callable[[Array, Array | Non
     programs = {fits: first}
     codes = first.tensor(0, buffers["codes"].data_ptr(), (-(-n // TILE), 8 * units, 16))
     scales = first.tensor(1, buffers["scales"].data_ptr(), (-(-n // TILE), 16 * units))
-    known: dict[tuple[int, int], Tensor] = {}
-
-    def tensor(place: int, at: int, width: int) -> Tensor:
-        found = known.get((place, at))
-        if found is None:
-            if len(known) >= KEPT:
-                known.clear()
-            found = known[place, at] = first.tensor(place, at, (rows, width))
-        return found
+    tensor = described(first, rows)
 
     def run(x: Any, bias: Any, out: Any) -> None:
         x = fragments.aligned(x)

@@ -297,16 +297,7 @@ def bind(args: LinearArgs, made: Gemm | None = None) -> Callable[[Array, Array |
     first = programs[False, fits]
     codes = first.tensor(0, buffers["codes"].data_ptr(), (-(-n // TILE), 8 * units, 16))
     scales = first.tensor(1, buffers["scales"].data_ptr(), (-(-n // TILE), 16 * units))
-    known: dict[tuple[int, int], Tensor] = {}
-
-    def tensor(place: int, at: int, width: int) -> Tensor:
-        found = known.get((place, at))
-        if found is None:
-            if len(known) >= KEPT:
-                known.clear()
-            found = known[place, at] = first.tensor(place, at, (rows, width))
-        return found
-
+    tensor = described(first, rows)
     written = Written(device)
     counted = not any(buffers[name].is_inference() for name in ("codes", "scales"))
 
@@ -341,6 +332,21 @@ def bind(args: LinearArgs, made: Gemm | None = None) -> Callable[[Array, Array |
 
 KEPT: Final = 256
 """Descriptions of activations and results, of a weight and number of rows, that are kept."""
+
+
+def described(first: Program, rows: int) -> Callable[[int, int, int], Tensor]:
+    """What gives a parameter's place, an address and a width the description of so many rows there, once for each."""
+    known: dict[tuple[int, int], Tensor] = {}
+
+    def tensor(place: int, at: int, width: int) -> Tensor:
+        found = known.get((place, at))
+        if found is None:
+            if len(known) >= KEPT:
+                known.clear()
+            found = known[place, at] = first.tensor(place, at, (rows, width))
+        return found
+
+    return tensor
 
 
 def _program(call: Call, bias: str, made: Gemm, device: Any, pdl: bool, whole: bool, split: bool) -> Program:
