@@ -1,15 +1,25 @@
-"""What tests of kernels in Gluon share: assembly evaluated, arguments, and memory between guards."""
+"""What tests of kernels in Gluon share: assembly evaluated, arguments, memory between guards, and launches in a row."""
 
+import itertools
 import re
 
 import numpy as np
+import pytest
 import torch
 
 import halfbyte as hb
+from gpu_codecs import needs_triton
 from halfbyte.kernels import LinearArgs
 from halfbyte.layouts import Fragments
+from halfbyte.numerics import encode_e4m3
 from halfbyte.weight import to_numpy
 from helpers_run import random_floats, random_weight
+
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_gpu = [pytest.mark.gpu, needs_triton, pytest.mark.skipif(not hopper, reason="torch sees no Hopper GPU")]
+DTYPES = ("bfloat16", "float16")
+U32 = np.uint32
+FMA = {"fma.rn.bf16x2": "bfloat16", "fma.rn.f16x2": "float16"}
 
 
 def halves(words, dtype):
@@ -18,24 +28,29 @@ def halves(words, dtype):
     return to_numpy(torch.from_numpy(parts.view(np.int16)).view(getattr(torch, dtype)).double())
 
 
-def evaluate(code, dtype, **values):
-    """The registers after a block of assembly, as u64 arrays of 32-bit values."""
-    code = code.strip("{} ")
-    held = dict(values)
+def joined(parts):
+    """(..., 2) of 16 bits -> u32."""
+    return parts[..., 0].astype(U32) | parts[..., 1].astype(U32) << 16
+
+
+def evaluate(code, **values):
+    """The registers after a block of assembly: u32 arrays, and of products of two halves their (..., 2) f64."""
+    held = {name: np.asarray(value, U32) for name, value in values.items()}
 
     def value(text):
-        return np.uint64(int(text, 0)) if text[0].isdigit() else held[text]
+        return U32(int(text, 0)) if text[0].isdigit() else held[text]
 
-    for statement in filter(None, map(str.strip, code.split(";"))):
+    for statement in filter(None, map(str.strip, code.strip("{} ").split(";"))):
         opcode, rest = statement.split(maxsplit=1)
         if opcode == ".reg":
             continue
-        pair = re.fullmatch(r"\{(\w+), (\w+)\}, (\S+)|(\w+), \{(\w+), (\w+)\}", rest)
-        if opcode == "mov.b32" and pair and pair[3]:
-            held[pair[1]], held[pair[2]] = held[pair[3]] & 0xFFFF, held[pair[3]] >> 16
+        if opcode == "mov.b32" and rest.startswith("{"):
+            low, high, of = re.fullmatch(r"\{(\w+), (\w+)\}, (\S+)", rest).groups()
+            held[low], held[high] = held[of] & 0xFFFF, held[of] >> 16
             continue
-        if opcode == "mov.b32" and pair:
-            held[pair[4]] = held[pair[5]] | held[pair[6]] << 16
+        if opcode == "mov.b32" and rest.endswith("}"):
+            to, low, high = re.fullmatch(r"(\S+), \{(\w+), (\w+)\}", rest).groups()
+            held[to] = held[low] | held[high] << 16
             continue
         to, *given = rest.split(", ")
         a, *more = map(value, given)
@@ -50,21 +65,32 @@ def evaluate(code, dtype, **values):
             result = a << more[1] | a >> 32 - more[1]
         elif opcode == "and.b32":
             result = a & more[0]
-        elif opcode == "lop3.b32":
-            assert more[2] == 0xEA
+        elif opcode == "lop3.b32" and more[2] == 0xE4:
+            result = a & more[1] | more[0] & ~more[1]
+        elif opcode == "lop3.b32" and more[2] == 0xEA:
             result = a & more[0] | more[1]
-        elif opcode == "prmt.b32":
-            assert more in ([0, 0x4140], [0, 0x4342])
-            at = np.uint64(16 * (more[1] == 0x4342))
-            result = a >> at & 0xFF | (a >> at + 8 & 0xFF) << 16
+        elif opcode == "lop3.b32":
+            assert more[2] == 0xF8
+            result = a | more[0] & more[1]
         elif opcode == "mad.lo.u32":
             result = a * more[0] + more[1]
-        else:
-            assert opcode == {"bfloat16": "fma.rn.bf16x2", "float16": "fma.rn.f16x2"}[dtype]
+        elif opcode in FMA:
             assert more[1] == 0x80008000
-            held[to] = halves(a, dtype) * halves(more[0], dtype)
+            held[to] = halves(a, FMA[opcode]) * halves(more[0], FMA[opcode])
             continue
-        held[to] = result & np.uint64(0xFFFFFFFF)
+        elif opcode == "prmt.b32":
+            a, b, select = np.broadcast_arrays(a, *more)
+            assert not (select & 0x8888).any()
+            eight = np.stack([v >> 8 * i & 0xFF for v in (a, b) for i in range(4)])
+            picked = [np.take_along_axis(eight, (select >> 4 * i & 7)[None].astype(np.int64), 0)[0] for i in range(4)]
+            result = sum(byte << 8 * i for i, byte in enumerate(picked))
+        elif opcode == "mul.f16x2":
+            result = joined((halves(a, "float16") * halves(more[0], "float16")).astype(np.float16).view(np.uint16))
+        else:
+            assert opcode == "cvt.rn.satfinite.e4m3x2.f16x2", opcode
+            low, high = np.moveaxis(encode_e4m3(halves(a, "float16").astype(np.float32)), -1, 0)
+            result = low.astype(U32) | high.astype(U32) << 8
+        held[to] = np.asarray(result, U32)
     return held
 
 
@@ -97,3 +123,59 @@ def replace_buffers(packed):
     fills = {"codes": GUARD, "scales": 0xF6, "scale2": float("nan"), "pre_scale": float("nan")}
     buffers = {name: guarded(b, fills[name])[1] for name, b in packed.buffers().items()}
     return type(packed).from_buffers(packed.layout, packed.shape, buffers)
+
+
+def at_an_odd_address(k):
+    """(1, K) bfloat16 that does not begin at a multiple of 16 bytes."""
+    odd = torch.empty(k + 1, dtype=torch.bfloat16)[1:].reshape(1, k)
+    assert odd.data_ptr() % 16
+    return odd
+
+
+def result_at(out, at):
+    """Memory for a result like ``out`` that begins so many elements behind a multiple of 16 bytes."""
+    memory = torch.empty(out.numel() + 8, dtype=torch.bfloat16)
+    return memory[(-memory.data_ptr() // 2) % 8 + at :][: out.numel()].view(out.shape)
+
+
+def check_chains(run, x):
+    """Launches of which each reads what the one ahead of it wrote, alone and in a graph: the same bytes every time."""
+    buffers = [torch.empty_like(x) for _ in range(9)]
+
+    def chain():
+        for a, b in itertools.pairwise(buffers):
+            run(a, None, b)
+
+    buffers[0].copy_(x)
+    chain()
+    torch.cuda.synchronize()
+    first = [b.clone() for b in buffers]
+    assert all(torch.isfinite(b).all() for b in first)
+
+    def again(start):
+        for _ in range(20):
+            for b in buffers[1:]:
+                b.fill_(float("nan"))
+            start()
+            assert all(map(torch.equal, buffers, first))
+
+    again(chain)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    again(graph.replay)
+
+
+def still_being_written(args, result, times):
+    """Weights whose buffers a GPU has yet to write when they come, and a copy of what each is to give."""
+    written = args.weight.buffers()
+    big = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    for _ in range(times):
+        written["codes"].random_(0, 256)
+        expected = result(args).clone()
+        fresh = {name: torch.empty_like(b) for name, b in written.items()}
+        torch.cuda.synchronize()
+        big.fill_(1)  # so that what follows is still to come when the launch is made
+        for name, b in written.items():
+            fresh[name].copy_(b)
+        yield type(args.weight).from_buffers(args.weight.layout, args.weight.shape, fresh), expected

@@ -14,12 +14,11 @@ import pytest
 
 import portable
 from cuda_code import ARCHITECTURES, Code, Loop, Program
+from gpu_codecs import needs_triton
 from halfbyte.kernels.cuda.columns import Few, Many
 from halfbyte.kernels.cuda.decode import Decode
 from halfbyte.kernels.cuda.gemm import Gemm
 from halfbyte.layouts import Marlin, cuda
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """The Triton kernels for every NVIDIA GPU: refusals, plans, launches, results in the interpreter and on a GPU."""
 
-import importlib.util
 import itertools
 import os
 import subprocess
@@ -14,6 +13,7 @@ import torch
 
 import halfbyte as hb
 from cuda_code import compile_all
+from gpu_codecs import needs_triton
 from halfbyte.errors import NoKernelError
 from halfbyte.kernels import LinearArgs
 from halfbyte.kernels.cuda import columns, decode, gemm, launch
@@ -22,7 +22,6 @@ from halfbyte.weight import to_numpy
 from helpers_run import call_like, random_weight
 from portable import arguments, bound, every_product, sources, transposed
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 too_old = pytest.mark.skipif(capability < (8, 0), reason="torch sees no GPU from sm_80 on")
 on_gpu = [pytest.mark.gpu, needs_triton, too_old]

@@ -1,7 +1,6 @@
 """The Gluon decode kernel: its assembly evaluated, its machine code, its launches, and, on a GPU, its results."""
 
 import contextlib
-import importlib.util
 import itertools
 import re
 from dataclasses import replace
@@ -13,7 +12,18 @@ import torch
 
 import halfbyte as hb
 from cuda_code import Program, compile_ahead, count
-from gluon_cases import arguments, evaluate, guarded, replace_buffers
+from gluon_cases import (
+    DTYPES,
+    arguments,
+    at_an_odd_address,
+    check_chains,
+    evaluate,
+    guarded,
+    on_gpu,
+    replace_buffers,
+    still_being_written,
+)
+from gpu_codecs import needs_triton
 from halfbyte.errors import NoKernelError
 from halfbyte.kernels import LinearArgs
 from halfbyte.kernels.cuda import decode_gluon
@@ -32,11 +42,6 @@ from halfbyte.layouts.fragments import FACTOR
 from halfbyte.weight import Weight, to_numpy
 from helpers_run import HALF_ULP, call_like, exact_linear, random_weight
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_gpu = [pytest.mark.gpu, needs_triton, pytest.mark.skipif(not hopper, reason="torch sees no Hopper GPU")]
-DTYPES = ("bfloat16", "float16")
-
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_assembly_decodes_every_code_with_every_scale(dtype):
@@ -46,8 +51,8 @@ def test_the_assembly_decodes_every_code_with_every_scale(dtype):
     packed = Fragments(dtype).pack(weight).buffers()
     words = packed["codes"].view(np.uint32).reshape(64, 8, 4, 4).astype(np.uint64)
     pairs = packed["scales"].view(np.uint16).reshape(64, 8, 4, 1).astype(np.uint64)
-    scales = evaluate(scale_code(dtype), dtype, **{"$1": pairs})["$0"]
-    outputs = evaluate(decode_code(dtype), dtype, **{"$4": words, "$5": scales + 0 * words})
+    scales = evaluate(scale_code(dtype), **{"$1": pairs})["$0"]
+    outputs = evaluate(decode_code(dtype), **{"$4": words, "$5": scales + 0 * words})
     products = np.stack([outputs[f"${o}"] for o in range(4)], -2)  # u g kt c (h rh) p
     rows = products.reshape(64, 8, 4, 4, 2, 2, 2).transpose(5, 1, 0, 2, 4, 3, 6).reshape(16, 4096)
     np.testing.assert_array_equal(rows * FACTOR, weight.dequantize("float32").astype(np.float64))
@@ -212,8 +217,7 @@ def test_no_launch_starts_early_on_a_weight_whose_writes_are_not_counted(launche
 def test_activations_at_odd_addresses_are_copied(launches):
     _, args = arguments(rows=1)
     run = decode_gluon.bind(args, Decode())
-    odd = torch.empty(81, dtype=torch.bfloat16)[1:].reshape(1, 80)
-    assert odd.data_ptr() % 16
+    odd = at_an_odd_address(80)
     run(odd, None, args.out)
     assert launches.values[0][1][3] % 16 == 0
 
@@ -414,45 +418,12 @@ class TestOnGpu:
         """Each launch reads what the one ahead of it wrote, and starts before that has ended."""
         _, args = arguments(512, 512, 4, device="cuda", scales=(20, 30))
         run = decode_gluon.bind(args)
-        buffers = [torch.empty_like(args.x) for _ in range(9)]
-
-        def chain():
-            for a, b in itertools.pairwise(buffers):
-                run(a, None, b)
-
-        buffers[0].copy_(args.x)
-        chain()
-        torch.cuda.synchronize()
-        first = [b.clone() for b in buffers]
-        assert all(torch.isfinite(b).all() for b in first)
-        for _ in range(20):
-            for b in buffers[1:]:
-                b.fill_(float("nan"))
-            chain()
-            assert all(map(torch.equal, buffers, first))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            chain()
-        for _ in range(20):
-            for b in buffers[1:]:
-                b.fill_(float("nan"))
-            graph.replay()
-            assert all(map(torch.equal, buffers, first))
+        check_chains(run, args.x)
 
     def test_a_weight_written_right_before_the_call_is_read_whole(self):
         _, args = arguments(4096, 4096, 1, device="cuda")
-        written = args.weight.buffers()
-        big = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-        for _ in range(20):
-            written["codes"].random_(0, 256)
-            expected = result(args).clone()
-            fresh = {name: torch.empty_like(b) for name, b in written.items()}
-            torch.cuda.synchronize()
-            big.fill_(1)  # so that what follows is still to come when the launch is made
-            for name, b in written.items():
-                fresh[name].copy_(b)
-            weight = type(args.weight).from_buffers(args.weight.layout, args.weight.shape, fresh)
+        for weight, expected in still_being_written(args, result, 20):
             got = hb.linear(args.x, weight)
             assert torch.equal(got, expected)
-            fresh["codes"].zero_()
+            weight.buffers()["codes"].zero_()
             assert not hb.linear(args.x, weight).any()

@@ -1,9 +1,7 @@
 """The FP8 kernel in Gluon: its assembly evaluated, its machine code, its launches, and, on a GPU, its results."""
 
 import contextlib
-import importlib.util
 import itertools
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +13,20 @@ import torch
 import gpu_fp8
 import halfbyte as hb
 from cuda_code import Program, compile_all, count
-from gluon_cases import arguments, guarded, replace_buffers
+from gluon_cases import (
+    DTYPES,
+    U32,
+    arguments,
+    at_an_odd_address,
+    check_chains,
+    evaluate,
+    guarded,
+    on_gpu,
+    replace_buffers,
+    result_at,
+    still_being_written,
+)
+from gpu_codecs import needs_triton
 from halfbyte.kernels import Fp8Args, Fp8Call
 from halfbyte.kernels.cuda import fp8_gluon, fp8_quantize
 from halfbyte.kernels.cuda.fp8_gluon import (
@@ -35,75 +46,6 @@ from halfbyte.layouts import Fragments, Rows
 from halfbyte.lossy import to_fp8
 from halfbyte.numerics import decode_e4m3, encode_e4m3
 from halfbyte.weight import Weight, to_numpy
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_gpu = [pytest.mark.gpu, needs_triton, pytest.mark.skipif(not hopper, reason="torch sees no Hopper GPU")]
-DTYPES = ("bfloat16", "float16")
-U32 = np.uint32
-
-
-def halves(words):
-    """u32 -> (..., 2) f32 of float16, the low half first."""
-    return np.stack([words & 0xFFFF, words >> 16], -1).astype(np.uint16).view(np.float16).astype(np.float32)
-
-
-def joined(parts):
-    """(..., 2) of 16 bits -> u32."""
-    return parts[..., 0].astype(U32) | parts[..., 1].astype(U32) << 16
-
-
-def evaluate(code, **values):
-    """The registers after a block of assembly, as u32 arrays."""
-    held = {name: np.asarray(value, U32) for name, value in values.items()}
-
-    def value(text):
-        return U32(int(text, 0)) if text[0].isdigit() else held[text]
-
-    for statement in filter(None, map(str.strip, code.strip("{} ").split(";"))):
-        opcode, rest = statement.split(maxsplit=1)
-        if opcode == ".reg":
-            continue
-        if opcode == "mov.b32" and rest.startswith("{"):
-            low, high, of = re.fullmatch(r"\{(\w+), (\w+)\}, (\S+)", rest).groups()
-            held[low], held[high] = held[of] & 0xFFFF, held[of] >> 16
-            continue
-        if opcode == "mov.b32" and rest.endswith("}"):
-            to, low, high = re.fullmatch(r"(\S+), \{(\w+), (\w+)\}", rest).groups()
-            held[to] = held[low] | held[high] << 16
-            continue
-        to, *given = rest.split(", ")
-        a, *more = map(value, given)
-        if opcode in ("mov.b32", "cvt.u32.u16"):
-            result = a
-        elif opcode == "shl.b32":
-            result = a << more[0]
-        elif opcode == "shr.u32":
-            result = a >> more[0]
-        elif opcode == "shf.l.wrap.b32":
-            assert (a == more[0]).all()
-            result = a << more[1] | a >> 32 - more[1]
-        elif opcode == "and.b32":
-            result = a & more[0]
-        elif opcode == "lop3.b32" and more[2] == 0xE4:
-            result = a & more[1] | more[0] & ~more[1]
-        elif opcode == "lop3.b32":
-            assert more[2] == 0xF8
-            result = a | more[0] & more[1]
-        elif opcode == "prmt.b32":
-            a, b, select = np.broadcast_arrays(a, *more)
-            assert not (select & 0x8888).any()
-            eight = np.stack([v >> 8 * i & 0xFF for v in (a, b) for i in range(4)])
-            picked = [np.take_along_axis(eight, (select >> 4 * i & 7)[None].astype(np.int64), 0)[0] for i in range(4)]
-            result = sum(byte << 8 * i for i, byte in enumerate(picked))
-        elif opcode == "mul.f16x2":
-            result = joined((halves(a) * halves(more[0])).astype(np.float16).view(np.uint16))
-        else:
-            assert opcode == "cvt.rn.satfinite.e4m3x2.f16x2", opcode
-            low, high = np.moveaxis(encode_e4m3(halves(a)), -1, 0)
-            result = low.astype(U32) | high.astype(U32) << 8
-        held[to] = np.asarray(result, U32)
-    return held
 
 
 def test_the_tables_of_every_scale_are_what_codes_become():
@@ -248,8 +190,7 @@ def test_what_a_launch_is_given(launches):
 def test_results_at_odd_addresses_are_stored_by_element(launches):
     for n, at in ((40, 0), (40, 2), (41, 0)):
         _, args = fp8_arguments(n=n, k=80, rows=19)
-        out = torch.empty(19 * n + 8, dtype=torch.bfloat16)
-        out = out[(-out.data_ptr() // 2) % 8 + at :][: 19 * n].view(19, n)
+        out = result_at(args.out, at)
         fp8_gluon.bind(args, Fp8())(args.x, None, out)
         assert launches.values[-1][1][7:9] == (None, None)  # nothing is split
     assert launches.kinds == ["boxes", "elements", "elements"]
@@ -257,8 +198,7 @@ def test_results_at_odd_addresses_are_stored_by_element(launches):
 
 def test_activations_at_odd_addresses_are_copied(launches):
     _, args = fp8_arguments(rows=1)
-    odd = torch.empty(81, dtype=torch.bfloat16)[1:].reshape(1, 80)
-    assert odd.data_ptr() % 16
+    odd = at_an_odd_address(80)
     fp8_gluon.bind(args, Fp8())(odd, None, args.out)
     assert launches.quantized[0][1] % 16 == 0
 
@@ -412,37 +352,9 @@ class TestOnGpu:
         """Each launch reads what the one ahead of it wrote; all of it is split, and in the same memory."""
         _, args = fp8_arguments(512, 512, 300, device="cuda", scales=(20, 30))
         run = fp8_gluon.bind(args, Fp8(128, 2))
-        buffers = [torch.empty_like(args.x) for _ in range(9)]
-
-        def chain():
-            for a, b in itertools.pairwise(buffers):
-                run(a, None, b)
-
-        buffers[0].copy_(args.x)
-        chain()
-        torch.cuda.synchronize()
-        first = [b.clone() for b in buffers]
-        assert all(torch.isfinite(b).all() for b in first)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            chain()
-        for again in [chain] * 20 + [graph.replay] * 20:
-            for b in buffers[1:]:
-                b.fill_(float("nan"))
-            again()
-            assert all(map(torch.equal, buffers, first))
+        check_chains(run, args.x)
 
     def test_a_weight_written_right_before_the_call_is_read_whole(self):
         _, args = fp8_arguments(4096, 4096, 256, device="cuda")
-        written = args.weight.buffers()
-        big = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-        for _ in range(10):
-            written["codes"].random_(0, 256)
-            expected = result(args).clone()
-            fresh = {name: torch.empty_like(b) for name, b in written.items()}
-            torch.cuda.synchronize()
-            big.fill_(1)  # so that what follows is still to come when the launch is made
-            for name, b in written.items():
-                fresh[name].copy_(b)
-            weight = type(args.weight).from_buffers(args.weight.layout, args.weight.shape, fresh)
+        for weight, expected in still_being_written(args, result, 10):
             assert torch.equal(result(replace(args, weight=weight)), expected)

@@ -1,7 +1,6 @@
 """The Gluon GEMM: its schedule, its assembly, its machine code, its launches, and, on a GPU, its results."""
 
 import contextlib
-import importlib.util
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +11,20 @@ import torch
 
 import halfbyte as hb
 from cuda_code import Program, compile_ahead, count
-from gluon_cases import arguments, evaluate, guarded, halves, replace_buffers
+from gluon_cases import (
+    DTYPES,
+    arguments,
+    at_an_odd_address,
+    check_chains,
+    evaluate,
+    guarded,
+    halves,
+    on_gpu,
+    replace_buffers,
+    result_at,
+    still_being_written,
+)
+from gpu_codecs import needs_triton
 from halfbyte.kernels import LinearArgs
 from halfbyte.kernels.cuda import gemm_gluon
 from halfbyte.kernels.cuda.gemm_gluon import (
@@ -34,17 +46,12 @@ from halfbyte.layouts import Fragments, Rows
 from halfbyte.weight import Weight, to_numpy
 from helpers_run import HALF_ULP, call_like, exact_linear
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_gpu = [pytest.mark.gpu, needs_triton, pytest.mark.skipif(not hopper, reason="torch sees no Hopper GPU")]
-DTYPES = ("bfloat16", "float16")
-
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_assembly_makes_scales_of_every_byte(dtype):
     stored = Fragments(dtype).to_stored(SimpleNamespace(scales=np.arange(0x7F, dtype=np.uint8)))[0]
     padded = np.resize(stored, 128)
-    made = evaluate(scales_code(dtype), dtype, **{"$2": padded.view(np.uint32).astype(np.uint64)})
+    made = evaluate(scales_code(dtype), **{"$2": padded.view(np.uint32).astype(np.uint64)})
     found = np.stack([halves(made[name], dtype) for name in ("$0", "$1")], 1).reshape(-1)[: len(stored)]
     expected = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
     kept = stored > 0 if dtype == "bfloat16" else stored >= 0
@@ -231,8 +238,7 @@ def test_what_a_launch_is_given(launches):
 def test_results_at_odd_addresses_are_stored_by_element(launches):
     for n, at in ((40, 0), (40, 2), (41, 0)):
         _, args = arguments(n=n, k=80, rows=19)
-        out = torch.empty(19 * n + 8, dtype=torch.bfloat16)
-        out = out[(-out.data_ptr() // 2) % 8 + at :][: 19 * n].view(19, n)
+        out = result_at(args.out, at)
         gemm_gluon.bind(args, Gemm())(args.x, None, out)
     assert [kind for _, kind in launches.kinds] == ["boxes", "elements", "elements"]
     assert [v[1][3] for v in launches.values[1:]][-1] == out.data_ptr()
@@ -241,8 +247,7 @@ def test_results_at_odd_addresses_are_stored_by_element(launches):
 
 def test_activations_at_odd_addresses_are_copied(launches):
     _, args = arguments(rows=1)
-    odd = torch.empty(81, dtype=torch.bfloat16)[1:].reshape(1, 80)
-    assert odd.data_ptr() % 16
+    odd = at_an_odd_address(80)
     gemm_gluon.bind(args, Gemm())(odd, None, args.out)
     assert launches.values[0][1][2].address % 16 == 0
 
@@ -403,42 +408,9 @@ class TestOnGpu:
         """Each launch reads what the one ahead of it wrote, and starts before that has ended; all of it is split."""
         _, args = arguments(512, 512, 40, device="cuda", scales=(20, 30))
         run = gemm_gluon.bind(args, Gemm(tokens=32, parts=4, all=True, units=1))
-        buffers = [torch.empty_like(args.x) for _ in range(9)]
-
-        def chain():
-            for a, b in itertools.pairwise(buffers):
-                run(a, None, b)
-
-        buffers[0].copy_(args.x)
-        chain()
-        torch.cuda.synchronize()
-        first = [b.clone() for b in buffers]
-        assert all(torch.isfinite(b).all() for b in first)
-        for _ in range(20):
-            for b in buffers[1:]:
-                b.fill_(float("nan"))
-            chain()
-            assert all(map(torch.equal, buffers, first))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            chain()
-        for _ in range(20):
-            for b in buffers[1:]:
-                b.fill_(float("nan"))
-            graph.replay()
-            assert all(map(torch.equal, buffers, first))
+        check_chains(run, args.x)
 
     def test_a_weight_written_right_before_the_call_is_read_whole(self):
         _, args = arguments(4096, 4096, 64, device="cuda")
-        written = args.weight.buffers()
-        big = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-        for _ in range(10):
-            written["codes"].random_(0, 256)
-            expected = result(args).clone()
-            fresh = {name: torch.empty_like(b) for name, b in written.items()}
-            torch.cuda.synchronize()
-            big.fill_(1)  # so that what follows is still to come when the launch is made
-            for name, b in written.items():
-                fresh[name].copy_(b)
-            weight = type(args.weight).from_buffers(args.weight.layout, args.weight.shape, fresh)
+        for weight, expected in still_being_written(args, result, 10):
             assert torch.equal(result(replace(args, weight=weight)), expected)

@@ -17,6 +17,7 @@ from benchmarks.gpu_subjects import Candidate, Result, Weights
 
 import gpu_fp8
 import halfbyte as hb
+from gpu_codecs import needs_triton
 from halfbyte.kernels import Fp8Args
 from halfbyte.kernels.cuda import fp8_quantize
 from halfbyte.kernels.cuda.ceilings import CEILINGS
@@ -24,7 +25,6 @@ from halfbyte.kernels.fp8 import quantized
 from halfbyte.trials import WrongResultError
 
 H200 = CEILINGS["NVIDIA H200"]
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
 
 

@@ -1,6 +1,5 @@
 """The executor of CUDA tensors: in Triton's interpreter, compiled without a GPU, and on one."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -16,6 +15,7 @@ import gpu_codecs
 import moves
 from contract import MX_VARIANTS, VARIANTS, fitting
 from cuda_code import ARCHITECTURES, Program
+from gpu_codecs import needs_triton
 from halfbyte import gpu
 from halfbyte.errors import LayoutError
 from halfbyte.layouts import LAYOUTS, Columns, Fragments, Marlin, NPacked, Order, Packed, Rows, cuda
@@ -23,7 +23,6 @@ from halfbyte.layouts.blocks import largest, present
 from halfbyte.layouts.executors import arrange, arrange_codes, executor, restore, restore_codes
 from helpers import assert_same_bytes, random_mxfp4, random_weight
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
 
 

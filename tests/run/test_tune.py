@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -14,6 +13,7 @@ import torch
 
 import halfbyte as hb
 from checkpoints import call
+from gpu_codecs import needs_triton
 from halfbyte import timing, trials, tuned, tuning, tuning_cuda
 from halfbyte.cli import tune as command
 from halfbyte.errors import FormatError, NoKernelError, TargetError, UnavailableError, UsageError
@@ -25,7 +25,6 @@ from halfbyte.tuned import spans
 from halfbyte.tuning import Job, LostError, Options, Result, tune
 from helpers_run import call_like
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
 
 FACTS = {"gpu": "GPU", "multiprocessors": 100, "driver": "1", "torch": "2", "triton": "3"}
