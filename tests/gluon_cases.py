@@ -1,5 +1,6 @@
 """What tests of kernels in Gluon share: assembly evaluated, arguments, memory between guards, and launches in a row."""
 
+import contextlib
 import itertools
 import re
 
@@ -10,6 +11,8 @@ import torch
 import halfbyte as hb
 from gpu_codecs import needs_triton
 from halfbyte.kernels import LinearArgs
+from halfbyte.kernels.cuda import launch
+from halfbyte.kernels.cuda.launch import Tensor
 from halfbyte.layouts import Fragments
 from halfbyte.numerics import encode_e4m3
 from halfbyte.weight import to_numpy
@@ -123,6 +126,43 @@ def replace_buffers(packed):
     fills = {"codes": GUARD, "scales": 0xF6, "scale2": float("nan"), "pre_scale": float("nan")}
     buffers = {name: guarded(b, fills[name])[1] for name, b in packed.buffers().items()}
     return type(packed).from_buffers(packed.layout, packed.shape, buffers)
+
+
+def stand_in(state, kind):
+    """A program that is compiled for nothing; ``state`` keeps its launches, their kind, and what it describes."""
+
+    def run(grid, values):
+        state.kinds.append(kind)
+        state.values.append((grid, values))
+
+    def tensor(place, address, shape, strides=None):
+        state.described.append((place, address, shape))
+        return Tensor(address, shape, strides)
+
+    run.tensor = tensor
+    return run
+
+
+def without_a_driver(monkeypatch, module):
+    """132 multiprocessors, and a kernel's memory beside its arguments: where partial results and counters begin."""
+    memory = {"workspace": torch.empty(1 << 20, dtype=torch.uint8), "counters": torch.zeros(4096, dtype=torch.uint8)}
+    for name, held in memory.items():
+        monkeypatch.setattr(module, name, lambda device, nbytes, held=held: held[:nbytes])
+    monkeypatch.setattr(module, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return [a.data_ptr() for a in memory.values()]
+
+
+def check_an_untested_triton(monkeypatch, refuse, call):
+    """It is refused by name."""
+    import triton
+
+    launch.untested.cache_clear()
+    monkeypatch.setattr(triton, "__version__", "3.9.1")
+    try:
+        assert refuse(call) == ("Gluon is tested with Triton 3.6 to 3.8, not 3.9.1",)
+    finally:
+        launch.untested.cache_clear()
 
 
 def at_an_odd_address(k):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from halfbyte.kernels import KERNELS, Call
+from halfbyte.kernels import KERNELS, Call, Fp8Call
 from halfbyte.kernels.base import capability
-from halfbyte.layouts import LAYOUTS
+from halfbyte.layouts import LAYOUTS, Fragments
 from halfbyte.numerics import BLOCK, decode_e2m1, decode_e4m3
 from halfbyte.weight import Weight, float_dtype, to_numpy, to_torch
 
@@ -88,6 +88,16 @@ def call_like(**changes: object) -> Call:
         "bias": False,
     }
     return Call(**(fields | changes))
+
+
+def fp8_call_like(**changes: object) -> Fp8Call:
+    """What decides of (32, 64) in fragments by 512 tokens on Hopper, with changes."""
+    fields: dict[str, Any] = {
+        "layout": Fragments(), "shape": (32, 64), "per_row": False, "pre_scale": False, "rows": 512,
+        "dtype": "bfloat16", "out_dtype": "bfloat16", "device": "cuda", "library": "torch", "bias": False,
+        "capability": 90,
+    }  # fmt: skip
+    return Fp8Call(**(fields | changes))
 
 
 def places(**axes: Iterable[object]) -> Iterator[tuple[Any, ...]]:

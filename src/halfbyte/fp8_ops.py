@@ -13,15 +13,12 @@ from halfbyte.kernels.cuda import choices
 from halfbyte.kinds import Fp8Weight
 from halfbyte.layouts import Packed
 from halfbyte.lossy import fp8_error
-from halfbyte.numerics import Array, is_torch
+from halfbyte.numerics import Array
 from halfbyte.operands import (
     as_packed,
     check_arrays,
     checked_dtype,
-    contiguous,
-    empty,
-    wants_gradient,
-    without_gradient,
+    on_rows,
 )
 from halfbyte.remembered import keep, key_of, on_tensors
 from halfbyte.weight import Weight, dtype_name
@@ -82,7 +79,7 @@ def compute(x: Array, held: Packed | Fp8Weight, bias: Array | None, to: str, key
         to: the dtype of the result.
         key: under which the weight keeps what this call comes down to; None if it is not to.
     """
-    (n, k), lead = held.shape[-2:], tuple(x.shape[:-1])
+    lead = tuple(x.shape[:-1])
     call = Fp8Call.of(
         held,
         rows=prod(lead),
@@ -97,24 +94,16 @@ def compute(x: Array, held: Packed | Fp8Weight, bias: Array | None, to: str, key
     if kernel is None:
         return None
 
-    def run(x: Array) -> Array:
-        out = empty((call.rows, n), to, x)
-        if not k:
-            out[...] = 0 if bias is None else bias
-        elif call.rows and n:
-            added = None if bias is None else contiguous(bias)
-            args = Fp8Args(x=contiguous(x.reshape(call.rows, k)), weight=held, bias=added, out=out)
-            if kernel.bind is None or key is None:
-                kernel.run(args)
-            else:
-                bound = kernel.bind(args)
-                keep(held.memo, key, on_tensors(bound, _buffers(held), (*lead, n), out))
-                bound(args.x, added, out)
-        return out.reshape(*lead, n)
+    def run(x: Array, bias: Array | None, out: Array) -> None:
+        args = Fp8Args(x=x, weight=held, bias=bias, out=out)
+        if kernel.bind is None or key is None:
+            kernel.run(args)
+        else:
+            bound = kernel.bind(args)
+            keep(held.memo, key, on_tensors(bound, _buffers(held), (*lead, out.shape[1]), out))
+            bound(x, bias, out)
 
-    if is_torch(x) and wants_gradient(x, bias):
-        return without_gradient()(x, bias, run)
-    return run(x)
+    return on_rows(x, held.shape, bias, to, run)
 
 
 def error_of(w: Packed | Fp8Weight) -> float | None:

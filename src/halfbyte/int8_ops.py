@@ -15,10 +15,7 @@ from halfbyte.operands import (
     as_packed,
     check_arrays,
     checked_dtype,
-    contiguous,
-    empty,
-    wants_gradient,
-    without_gradient,
+    on_rows,
 )
 from halfbyte.weight import Weight, dtype_name
 
@@ -40,13 +37,11 @@ def twin_of(w: Packed | Int8Weight) -> Int8Weight:
 def linear_int8(x: Array, w: Packed | Weight | Int8Weight, bias: Array | None, out_dtype: Any) -> Array:
     """``linear`` with the INT8 twin of a weight."""
     held = w if isinstance(w, Int8Weight) else as_packed(w)
-    n, k = held.shape[-2:]
     check_arrays(x, held, bias)
-    lead = tuple(x.shape[:-1])
     to = dtype_name(x.dtype) if out_dtype is None else checked_dtype(out_dtype, "out_dtype")
     call = Int8Call.on(
         held,
-        rows=prod(lead),
+        rows=prod(x.shape[:-1]),
         dtype=dtype_name(x.dtype),
         out_dtype=to,
         device=device_of(x),
@@ -55,15 +50,7 @@ def linear_int8(x: Array, w: Packed | Weight | Int8Weight, bias: Array | None, o
     )
     kernel = select(Int8Args, call)
 
-    def run(x: Array) -> Array:
-        out = empty((call.rows, n), to, x)
-        if not k:
-            out[...] = 0 if bias is None else bias
-        elif call.rows and n:
-            added = None if bias is None else contiguous(bias)
-            kernel.run(Int8Args(x=contiguous(x.reshape(call.rows, k)), weight=twin_of(held), bias=added, out=out))
-        return out.reshape(*lead, n)
+    def run(x: Array, bias: Array | None, out: Array) -> None:
+        kernel.run(Int8Args(x=x, weight=twin_of(held), bias=bias, out=out))
 
-    if is_torch(x) and wants_gradient(x, bias):
-        return without_gradient()(x, bias, run)
-    return run(x)
+    return on_rows(x, held.shape, bias, to, run)

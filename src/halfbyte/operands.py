@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,29 @@ def empty(shape: tuple[int, int], dtype: str, like: Array) -> Array:
     import torch
 
     return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+
+
+def on_rows(
+    x: Array, shape: tuple[int, ...], bias: Array | None, to: str, run: Callable[[Array, Array | None, Array], None]
+) -> Array:
+    """(..., N) of dtype ``to`` that has no gradient, for a weight of a shape.
+
+    ``run`` is given x as (M, K) and the bias, both as kernels take them, and (M, N) to write; nothing if one is empty.
+    """
+    (n, k), lead = shape[-2:], tuple(x.shape[:-1])
+    rows = prod(lead)
+
+    def computed(x: Array) -> Array:
+        out = empty((rows, n), to, x)
+        if not k:
+            out[...] = 0 if bias is None else bias
+        elif rows and n:
+            run(contiguous(x.reshape(rows, k)), None if bias is None else contiguous(bias), out)
+        return out.reshape(*lead, n)
+
+    if is_torch(x) and wants_gradient(x, bias):
+        return without_gradient()(x, bias, computed)
+    return computed(x)
 
 
 def wants_gradient(x: Array, bias: Array | None) -> bool:

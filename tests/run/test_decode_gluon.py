@@ -16,11 +16,13 @@ from gluon_cases import (
     DTYPES,
     arguments,
     at_an_odd_address,
+    check_an_untested_triton,
     check_chains,
     evaluate,
     guarded,
     on_gpu,
     replace_buffers,
+    stand_in,
     still_being_written,
 )
 from gpu_codecs import needs_triton
@@ -133,16 +135,7 @@ def test_the_true_k_of_a_weight_whose_last_block_is_padded_is_refused():
 
 @needs_triton
 def test_an_untested_triton_is_refused_by_name(monkeypatch):
-    import triton
-
-    from halfbyte.kernels.cuda import launch
-
-    launch.untested.cache_clear()
-    monkeypatch.setattr(triton, "__version__", "3.9.1")
-    try:
-        assert GLUON.refuse(accepted()) == ("Gluon is tested with Triton 3.6 to 3.8, not 3.9.1",)
-    finally:
-        launch.untested.cache_clear()
+    check_an_untested_triton(monkeypatch, GLUON.refuse, accepted())
 
 
 # Launches: the first ones wait for all that is ahead of them
@@ -154,11 +147,7 @@ def launches(monkeypatch):
     state = SimpleNamespace(kinds=[], values=[], capturing=False, finished=False, recorded=0)
 
     def program(call, bias_dtype, made, device, pdl):
-        def run(grid, values):
-            state.kinds.append("early" if pdl else "ordinary")
-            state.values.append((grid, values))
-
-        return run
+        return stand_in(state, "early" if pdl else "ordinary")
 
     def record_event():
         state.recorded += 1

@@ -15,7 +15,7 @@ import torch
 import halfbyte as hb
 from halfbyte import fp8_ops, kernels
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import Fp8Args, Fp8Call, Kernel, fp8, select
+from halfbyte.kernels import Fp8Args, Kernel, fp8, select
 from halfbyte.kernels.cuda import choices
 from halfbyte.kernels.fp8 import LARGEST_K, cost, quantized
 from halfbyte.kinds import Fp8Weight
@@ -25,20 +25,11 @@ from halfbyte.numerics import decode_e4m3
 from halfbyte.ops import linear, pack, plan
 from halfbyte.plans import FP8_ACTIVATIONS
 from halfbyte.weight import float_dtype, to_numpy, to_torch
-from helpers_run import DTYPES, HALF_ULP, moved, random_floats, random_weight
+from helpers_run import DTYPES, HALF_ULP, fp8_call_like, moved, random_floats, random_weight
 
 libraries = pytest.mark.parametrize("library", ["numpy", "torch"])
 SHAPES = [(1, 16), (3, 40), (65, 48), (33, 130)]
 """(N, K): K of whole blocks, and K that ends inside one."""
-
-
-def call_like(**changes):
-    fields = {
-        "layout": Fragments(), "shape": (32, 64), "per_row": False, "pre_scale": False, "rows": 512,
-        "dtype": "bfloat16", "out_dtype": "bfloat16", "device": "cuda", "library": "torch", "bias": False,
-        "capability": 90,
-    }  # fmt: skip
-    return Fp8Call(**(fields | changes))
 
 
 def on_cpu(twin):
@@ -293,24 +284,24 @@ class TestChoice:
     def test_on_a_gpu_from_256_tokens_on(self, fast):
         assert fp8_ops.FEWEST == 256
         for rows, name in ((1, None), (255, None), (256, "gluon-stand-in"), (100_000, "gluon-stand-in")):
-            chosen = fp8_ops.kernel_for(call_like(rows=rows))
+            chosen = fp8_ops.kernel_for(fp8_call_like(rows=rows))
             assert (chosen and chosen.name) == name
 
     def test_the_reference_is_no_reason_to_leave_exact_kernels(self, fast):
-        assert fp8_ops.kernel_for(call_like(capability=80)) is None
-        assert fp8_ops.kernel_for(call_like(shape=(2, 32, 64))).name == "gluon-stand-in"
-        assert fp8_ops.kernel_for(call_like(shape=(2, 32, 64), capability=80)) is None
+        assert fp8_ops.kernel_for(fp8_call_like(capability=80)) is None
+        assert fp8_ops.kernel_for(fp8_call_like(shape=(2, 32, 64))).name == "gluon-stand-in"
+        assert fp8_ops.kernel_for(fp8_call_like(shape=(2, 32, 64), capability=80)) is None
 
     def test_forced(self, fast, monkeypatch):
         monkeypatch.setenv("HALFBYTE_KERNEL", "fp8-torch")
-        assert fp8_ops.kernel_for(call_like(rows=1)) is fp8.TORCH
+        assert fp8_ops.kernel_for(fp8_call_like(rows=1)) is fp8.TORCH
         monkeypatch.setenv("HALFBYTE_KERNEL", "gluon-stand-in")
-        assert fp8_ops.kernel_for(call_like(rows=1)).name == "gluon-stand-in"
+        assert fp8_ops.kernel_for(fp8_call_like(rows=1)).name == "gluon-stand-in"
         with pytest.raises(NoKernelError, match="is for sm_90, not sm_80"):
-            fp8_ops.kernel_for(call_like(rows=512, capability=80))
+            fp8_ops.kernel_for(fp8_call_like(rows=512, capability=80))
         monkeypatch.setenv("HALFBYTE_KERNEL", "triton-gemm")  # of another op
-        assert fp8_ops.kernel_for(call_like(rows=255)) is None
-        assert fp8_ops.kernel_for(call_like(rows=256)).name == "gluon-stand-in"
+        assert fp8_ops.kernel_for(fp8_call_like(rows=255)) is None
+        assert fp8_ops.kernel_for(fp8_call_like(rows=256)).name == "gluon-stand-in"
 
     def test_what_was_measured_to_be_slower_is_exact(self, fast, monkeypatch):
         """At one shape; between what was measured the times lie on a line of logarithms."""
@@ -330,18 +321,18 @@ class TestChoice:
             choices._by_distance.cache_clear()
             try:
                 for rows, chosen in expected.items():
-                    call = call_like(shape=(4096, 4096), rows=rows)
+                    call = fp8_call_like(shape=(4096, 4096), rows=rows)
                     assert (fp8_ops.kernel_for(call) is not None) == chosen, (shape, rows)
-                assert choices.measured(call_like(shape=(4096, 4096), rows=512), "gluon-stand-in")[0] == shape
-                half = choices.measured(fp8_ops.exact(call_like(shape=(64, 64), rows=512)), "triton-gemm")
+                assert choices.measured(fp8_call_like(shape=(4096, 4096), rows=512), "gluon-stand-in")[0] == shape
+                half = choices.measured(fp8_ops.exact(fp8_call_like(shape=(64, 64), rows=512)), "triton-gemm")
                 assert half == ((4096, 4096), pytest.approx(20.0))
-                assert choices.measured(call_like(), "no such kernel") is None
+                assert choices.measured(fp8_call_like(), "no such kernel") is None
             finally:
                 choices._by_distance.cache_clear()
 
     def test_a_twin_is_never_exact(self):
         for rows in (1, 512):
-            call = call_like(layout=Rows(), resident=True, rows=rows, device="cpu", capability=0)
+            call = fp8_call_like(layout=Rows(), resident=True, rows=rows, device="cpu", capability=0)
             assert fp8_ops.kernel_for(call) is fp8.TORCH
         assert select(Fp8Args, replace(call, library="numpy")) is fp8.NUMPY
 
@@ -512,7 +503,7 @@ class TestPlan:
         assert ("scaled-mm", "is for sm_89 or later, not sm_80") in older.refusals
 
     def test_the_ceiling_is_that_of_fp8(self, fast, monkeypatch):
-        big = call_like(shape=(28672, 8192), rows=4096)
+        big = fp8_call_like(shape=(28672, 8192), rows=4096)
         from halfbyte.plans import _ceiling
 
         assert _ceiling("NVIDIA H200", big).seconds(cost(big)) == pytest.approx(big.rows * 28672 * 8192 * 2 / 1566e12)
@@ -552,9 +543,9 @@ class TestErrors:
             linear(self.x, twin)
 
     def test_a_large_k(self):
-        assert not fp8.NUMPY.refuse(call_like(shape=(1, LARGEST_K), library="numpy", device="cpu"))
+        assert not fp8.NUMPY.refuse(fp8_call_like(shape=(1, LARGEST_K), library="numpy", device="cpu"))
         with pytest.raises(NoKernelError, match="takes K up to 131072, whose sums fit float64, not 131073"):
-            select(Fp8Args, call_like(shape=(1, LARGEST_K + 1), device="cpu", capability=0))
+            select(Fp8Args, fp8_call_like(shape=(1, LARGEST_K + 1), device="cpu", capability=0))
 
     def test_what_does_not_fit(self):
         twin = hb.to_fp8(self.w)

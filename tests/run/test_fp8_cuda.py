@@ -20,13 +20,13 @@ from gpu_codecs import needs_gpu, needs_triton
 from halfbyte.errors import UsageError
 from halfbyte.kernels import Fp8Args, fp8
 from halfbyte.kernels.cuda import fp8_quantize, launch, scaled_mm
-from halfbyte.kernels.fp8 import Fp8Call, quantized
+from halfbyte.kernels.fp8 import quantized
 from halfbyte.kinds import Fp8Weight
 from halfbyte.layouts import Fragments, Rows
 from halfbyte.ops import linear, pack
 from halfbyte.torch_ops import linear_fp8_op, traced_fp8
 from halfbyte.weight import to_numpy, to_torch
-from helpers_run import HALF_ULP, random_floats, random_weight
+from helpers_run import HALF_ULP, fp8_call_like, random_floats, random_weight
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -92,12 +92,7 @@ def test_where_data_and_scales_lie():
 
 
 def twin_call(**changes):
-    fields = {
-        "layout": Rows(), "shape": (32, 64), "per_row": False, "pre_scale": False, "rows": 512, "dtype": "bfloat16",
-        "out_dtype": "bfloat16", "device": "cuda", "library": "torch", "bias": False, "capability": 90,
-        "resident": True,
-    }  # fmt: skip
-    return Fp8Call(**(fields | changes))
+    return fp8_call_like(**({"layout": Rows(), "resident": True} | changes))
 
 
 @needs_triton

@@ -1,6 +1,5 @@
 """The FP8 kernel in Gluon: its assembly evaluated, its machine code, its launches, and, on a GPU, its results."""
 
-import contextlib
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,10 +23,12 @@ from gluon_cases import (
     on_gpu,
     replace_buffers,
     result_at,
+    stand_in,
     still_being_written,
+    without_a_driver,
 )
 from gpu_codecs import needs_triton
-from halfbyte.kernels import Fp8Args, Fp8Call
+from halfbyte.kernels import Fp8Args
 from halfbyte.kernels.cuda import fp8_gluon, fp8_quantize
 from halfbyte.kernels.cuda.fp8_gluon import (
     CONFIGURATIONS,
@@ -40,12 +41,13 @@ from halfbyte.kernels.cuda.fp8_gluon import (
     table_code,
 )
 from halfbyte.kernels.cuda.gemm_gluon import SHARED
-from halfbyte.kernels.cuda.launch import Tensor, options_of
+from halfbyte.kernels.cuda.launch import options_of
 from halfbyte.kernels.fp8 import quantized
 from halfbyte.layouts import Fragments, Rows
 from halfbyte.lossy import to_fp8
 from halfbyte.numerics import decode_e4m3, encode_e4m3
 from halfbyte.weight import Weight, to_numpy
+from helpers_run import fp8_call_like
 
 
 def test_the_tables_of_every_scale_are_what_codes_become():
@@ -85,12 +87,7 @@ def test_every_code_with_every_scale_becomes_the_byte_of_the_twin(dtype):
 
 
 def accepted(**changes):
-    fields = {
-        "layout": Fragments(), "shape": (4096, 4096), "per_row": False, "pre_scale": False, "rows": 512,
-        "dtype": "bfloat16", "out_dtype": "bfloat16", "device": "cuda", "library": "torch", "bias": False,
-        "capability": 90,
-    }  # fmt: skip
-    return Fp8Call(**(fields | changes))
+    return fp8_call_like(**({"shape": (4096, 4096)} | changes))
 
 
 @needs_triton
@@ -137,16 +134,7 @@ def launches(monkeypatch):
     state = SimpleNamespace(kinds=[], values=[], described=[], quantized=[], asked=[])
 
     def program(call, bias, made, device, whole, split):
-        def run(grid, values):
-            state.kinds.append("boxes" if whole else "elements")
-            state.values.append((grid, values))
-
-        def tensor(place, address, shape, strides=None):
-            state.described.append((place, address, shape))
-            return Tensor(address, shape, strides)
-
-        run.tensor = tensor
-        return run
+        return stand_in(state, "boxes" if whole else "elements")
 
     def quantizer(device, dtype, k, **how):
         state.asked.append((dtype, k, how))
@@ -154,12 +142,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(fp8_gluon, "_program", program)
     monkeypatch.setattr(fp8_gluon, "quantizer", quantizer)
-    monkeypatch.setattr(fp8_gluon, "multiprocessors", lambda index: 132)
-    memory = {"workspace": torch.empty(1 << 20, dtype=torch.uint8), "counters": torch.zeros(4096, dtype=torch.uint8)}
-    for name, held in memory.items():
-        monkeypatch.setattr(fp8_gluon, name, lambda device, nbytes, held=held: held[:nbytes])
-    state.memory = [a.data_ptr() for a in memory.values()]
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    state.memory = without_a_driver(monkeypatch, fp8_gluon)
     return state
 
 

@@ -1,6 +1,5 @@
 """The Gluon GEMM: its schedule, its assembly, its machine code, its launches, and, on a GPU, its results."""
 
-import contextlib
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from gluon_cases import (
     DTYPES,
     arguments,
     at_an_odd_address,
+    check_an_untested_triton,
     check_chains,
     evaluate,
     guarded,
@@ -22,7 +22,9 @@ from gluon_cases import (
     on_gpu,
     replace_buffers,
     result_at,
+    stand_in,
     still_being_written,
+    without_a_driver,
 )
 from gpu_codecs import needs_triton
 from halfbyte.kernels import LinearArgs
@@ -41,7 +43,7 @@ from halfbyte.kernels.cuda.gemm_gluon import (
     scratch_of,
     signature,
 )
-from halfbyte.kernels.cuda.launch import Tensor, options_of
+from halfbyte.kernels.cuda.launch import options_of
 from halfbyte.layouts import Fragments, Rows
 from halfbyte.weight import Weight, to_numpy
 from helpers_run import HALF_ULP, call_like, exact_linear
@@ -171,16 +173,7 @@ def test_refusals(changes, reason):
 
 @needs_triton
 def test_an_untested_triton_is_refused_by_name(monkeypatch):
-    import triton
-
-    from halfbyte.kernels.cuda import launch
-
-    launch.untested.cache_clear()
-    monkeypatch.setattr(triton, "__version__", "3.9.1")
-    try:
-        assert GLUON.refuse(accepted()) == ("Gluon is tested with Triton 3.6 to 3.8, not 3.9.1",)
-    finally:
-        launch.untested.cache_clear()
+    check_an_untested_triton(monkeypatch, GLUON.refuse, accepted())
 
 
 # Launches
@@ -192,25 +185,11 @@ def launches(monkeypatch):
     state = SimpleNamespace(kinds=[], values=[], described=[], finished=False)
 
     def program(call, bias, made, device, pdl, whole, split):
-        def run(grid, values):
-            state.kinds.append(("early" if pdl else "ordinary", "boxes" if whole else "elements"))
-            state.values.append((grid, values))
-
-        def tensor(place, address, shape, strides=None):
-            state.described.append((place, address, shape))
-            return Tensor(address, shape, strides)
-
-        run.tensor = tensor
-        return run
+        return stand_in(state, ("early" if pdl else "ordinary", "boxes" if whole else "elements"))
 
     event = SimpleNamespace(query=lambda: state.finished)
     monkeypatch.setattr(gemm_gluon, "_program", program)
-    monkeypatch.setattr(gemm_gluon, "multiprocessors", lambda index: 132)
-    memory = {"workspace": torch.empty(1 << 20, dtype=torch.uint8), "counters": torch.zeros(4096, dtype=torch.uint8)}
-    for name, held in memory.items():
-        monkeypatch.setattr(gemm_gluon, name, lambda device, nbytes, held=held: held[:nbytes])
-    state.memory = [a.data_ptr() for a in memory.values()]
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    state.memory = without_a_driver(monkeypatch, gemm_gluon)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
     return state
