@@ -165,9 +165,20 @@ def plan(
 
 def _plan_exact(weight: Any, packed: Packed, call: Call, gpu: str | None) -> Plan:
     kernel = select(LinearArgs, call)
+    extra = 0 if isinstance(weight, Packed) else _unshared_bytes(packed, weight)
+    return _planned(call, kernel, gpu, extra, (*_copies(weight, call), *_launches(kernel)), _runs)
+
+
+def _planned(
+    call: Any,
+    kernel: Kernel[Any, Any],
+    gpu: str | None,
+    extra: int,
+    notes: tuple[str, ...],
+    runs: Callable[[Any], str] | None,
+) -> Plan:
+    """The plan of a call on a CPU or GPU; ``runs`` names what computes calls like it, where ranges of rows are told."""
     cost = kernel.cost(call)
-    notes = list(_copies(weight, call))
-    notes.extend(_launches(kernel))
     return Plan(
         call=call,
         kernel=kernel.name,
@@ -175,10 +186,10 @@ def _plan_exact(weight: Any, packed: Packed, call: Call, gpu: str | None) -> Pla
         refusals=_refusals(kernel, call),
         bytes=cost.bytes,
         flops=cost.flops,
-        extra_bytes=0 if isinstance(weight, Packed) else _unshared_bytes(packed, weight),
-        notes=tuple(notes),
+        extra_bytes=extra,
+        notes=notes,
         configuration=_configuration(kernel, call),
-        ranges=tuple(_ranges(call, _runs)) if call.capability else (),
+        ranges=tuple(_ranges(call, runs)) if call.capability and runs else (),
         time=_time(call, kernel, gpu) if call.capability else "",
         scratch_bytes=kernel.scratch(call) if kernel.scratch else 0,
     )
@@ -207,26 +218,12 @@ def _plan_fp8(weight: Any, held: Packed | Fp8Weight, call: Fp8Call, gpu: str | N
             refusals=(*made.refusals, *_refusals(None, call)),
             ranges=tuple(_ranges(call, _runs_fp8)) if call.capability else (),
         )
-    cost = kernel.cost(call)
     extra = 0
     if isinstance(held, Packed):
         extra = 0 if isinstance(weight, Packed) else _unshared_bytes(held, weight)
     elif kernel is scaled_mm.TORCH:
         extra = scaled_mm.padding(call)
-    return Plan(
-        call=call,
-        kernel=kernel.name,
-        why=_why(call, kernel),
-        refusals=_refusals(kernel, call),
-        bytes=cost.bytes,
-        flops=cost.flops,
-        extra_bytes=extra,
-        notes=(*notes, *_copies(weight, call), *_launches(kernel)),
-        configuration=_configuration(kernel, call),
-        ranges=tuple(_ranges(call, _runs_fp8)) if call.capability else (),
-        time=_time(call, kernel, gpu) if call.capability else "",
-        scratch_bytes=kernel.scratch(call) if kernel.scratch else 0,
-    )
+    return _planned(call, kernel, gpu, extra, (*notes, *_copies(weight, call), *_launches(kernel)), _runs_fp8)
 
 
 def _copies(weight: Any, call: Call) -> Iterator[str]:
@@ -251,20 +248,9 @@ def _plan_embedding(
         library=library or library_of(packed.buffers()["scale2"]),
         capability=sm,
     )
-    kernel = select(EmbeddingArgs, call)
-    cost = kernel.cost(call)
     packs = ["the weight is packed as rows in each call; pack it once"] if isinstance(weight, Weight) else []
-    return Plan(
-        call=call,
-        kernel=kernel.name,
-        why=_why(call, kernel),
-        refusals=_refusals(kernel, call),
-        bytes=cost.bytes,
-        flops=cost.flops,
-        extra_bytes=0 if isinstance(weight, Packed) else _unshared_bytes(packed, weight),
-        notes=tuple(packs),
-        time=_time(call, kernel, gpu) if sm else "",
-    )
+    extra = 0 if isinstance(weight, Packed) else _unshared_bytes(packed, weight)
+    return _planned(call, select(EmbeddingArgs, call), gpu, extra, tuple(packs), None)
 
 
 def _place(device: Any) -> tuple[str, int, str | None]:
