@@ -230,7 +230,7 @@ def shifted(to: str, word: str, step: Step) -> str:
 
 
 def configure(call: Fp8Call) -> Fp8:
-    """The configuration for a call; without choices the one that takes the least time, by what is known of steps."""
+    """The configuration for a call: for shapes not measured the fastest, by what is known of steps."""
     n, k = call.shape
     processors = multiprocessors(None)
 
@@ -241,7 +241,7 @@ def configure(call: Fp8Call) -> Fp8:
         part = held.share * step + (PART[0] + PART[1] * held.parts) * tokens
         return tiles + -(-held.split * held.parts // processors) * part
 
-    return choices.configured(call, NAME, min(configurations(call), key=time))
+    return choices.configured(call, NAME, min(configurations(call), key=time), model=True)
 
 
 def configurations(call: Fp8Call) -> tuple[Fp8, ...]:
