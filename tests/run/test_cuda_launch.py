@@ -12,7 +12,17 @@ import torch
 from halfbyte.errors import UnavailableError, UsageError
 from halfbyte.kernels import Call
 from halfbyte.kernels.cuda import launch
-from halfbyte.kernels.cuda.launch import boxes, compile_for, counters, program, unknown, untested, why_not, workspace
+from halfbyte.kernels.cuda.launch import (
+    boxes,
+    capturing,
+    compile_for,
+    counters,
+    program,
+    unknown,
+    untested,
+    why_not,
+    workspace,
+)
 from halfbyte.layouts import Packed
 from halfbyte.ops import pack
 from helpers_run import call_like, random_weight
@@ -391,6 +401,14 @@ def test_memory_of_a_capture_is_the_graphs_own(gpu):
     gpu.capturing = False
     assert counters(device, 40) is not zeros
     assert workspace(device, 40) is kept
+
+
+def test_capturing_asks_the_stream_of_the_device(gpu):
+    assert not capturing(torch.device("cpu"))
+    assert gpu.entered == []
+    for gpu.capturing in (False, True):
+        assert capturing(torch.device("cuda", 0)) is gpu.capturing
+    assert (gpu.entered, gpu.current) == ([0, 0], 1)
 
 
 # What keeps every kernel from a call

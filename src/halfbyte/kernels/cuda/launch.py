@@ -526,6 +526,19 @@ class Written:
 
 _shared: Final[dict[Any, Any]] = {}
 
+in_turn: Final = threading.RLock()
+"""Held while a call's launches on ``workspace`` are queued: threads may share a stream, and its memory."""
+
+
+def capturing(device: Any) -> bool:
+    """Whether what is computed on a device of torch's goes to a CUDA graph, and is not there yet."""
+    import torch
+
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
 
 def workspace(device: Any, nbytes: int) -> Any:
     """Memory for partial results: (at least ``nbytes``,) u8, one for each device and stream, shared by all kernels.
