@@ -105,9 +105,8 @@ def compute(x: Array, held: Packed | Fp8Weight, bias: Array | None, to: str, key
         elif call.rows and n:
             added = None if bias is None else contiguous(bias)
             args = Fp8Args(x=contiguous(x.reshape(call.rows, k)), weight=held, bias=added, out=out)
-            made_later = call.device == "cuda" and capturing(x.device)
-            if kernel.bind is None or key is None or made_later:  # what is bound may hold what the graph makes
-                kernel.run(args)
+            if kernel.bind is None or key is None or (call.device == "cuda" and capturing(x.device)):
+                kernel.run(args)  # in a capture what is bound may hold what the graph has yet to make
             else:
                 bound = kernel.bind(args)
                 keep(held.memo, key, on_tensors(bound, _buffers(held), (*lead, n), out))
