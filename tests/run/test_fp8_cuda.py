@@ -476,7 +476,8 @@ class TestOnGpu:
             off, norm = torch.linalg.norm(y.float() - out), torch.linalg.norm(out)
             assert off <= 2.0**-11 * torch.linalg.norm(sizes) + HALF_ULP[out_dtype] * norm
             assert k < 1000 or off <= SUMS * norm
-            assert torch.equal(linear(x, twin, bias, out_dtype=out_dtype), y)
+            for shaped in (x, x[None], x[None]):
+                assert torch.equal(linear(shaped, twin, bias, out_dtype=out_dtype), y.view(*shaped.shape[:-1], n))
 
     @with_fp8
     def test_what_is_not_finite_stays_in_its_token(self):
