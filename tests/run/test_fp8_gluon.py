@@ -18,7 +18,7 @@ import halfbyte as hb
 from cuda_code import Program, compile_all, count
 from gluon_cases import arguments, guarded, replace_buffers
 from halfbyte.kernels import Fp8Args, Fp8Call, LinearArgs
-from halfbyte.kernels.cuda import fp8_gluon, fp8_quantize, gemm_gluon
+from halfbyte.kernels.cuda import fp8_gluon, fp8_quantize, gemm, gemm_gluon
 from halfbyte.kernels.cuda.fp8_gluon import (
     CONFIGURATIONS,
     ERROR,
@@ -294,7 +294,9 @@ def test_both_launches_are_queued_in_one_turn(launches, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     linear = LinearArgs(x=args.x, weight=args.weight, bias=None, out=args.out)
     gemm_gluon.bind(linear, gemm_gluon.Gemm())(args.x, None, args.out)
-    assert free == [False, False, True, False]
+    monkeypatch.setattr(gemm, "_program", program)
+    gemm.bind(linear, gemm.Gemm())(args.x, None, args.out)
+    assert free == [False, False, True, False, False]
 
 
 # Machine code
