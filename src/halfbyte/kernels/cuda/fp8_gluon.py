@@ -43,6 +43,7 @@ from halfbyte.kernels.cuda.gemm_gluon import (
     BESIDE,
     KEPT,
     MOST_FEATURES,
+    MOST_TOKENS,
     SHARED,
     Gemm,
     Schedule,
@@ -50,7 +51,7 @@ from halfbyte.kernels.cuda.gemm_gluon import (
     schedule,
     scratch_of,
 )
-from halfbyte.kernels.cuda.launch import Program, Tensor, boxes, counters, program, why_not, workspace
+from halfbyte.kernels.cuda.launch import Program, Tensor, boxes, counters, in_turn, program, why_not, workspace
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call, cost
 from halfbyte.kernels.fp8 import refuse as refuse_any
 from halfbyte.layouts import Fragments, Packed
@@ -282,6 +283,8 @@ def refuse(call: Fp8Call) -> tuple[str, ...]:
         reasons.append(f"reads the layout fragments, not {call.layout.key}")
     if call.shape[-2] > MOST_FEATURES:
         reasons.append(f"takes up to {MOST_FEATURES} features, not {call.shape[-2]}")
+    if call.rows > MOST_TOKENS:
+        reasons.append(f"takes up to {MOST_TOKENS} tokens, not {call.rows}")
     return tuple(reasons)
 
 
@@ -319,7 +322,10 @@ def bind(args: Fp8Args, made: Fp8 | None = None) -> Callable[[Array, Array | Non
         return found
 
     def run(x: Any, bias: Any, out: Any) -> None:
-        x = fragments.aligned(x)
+        with in_turn:
+            queue(fragments.aligned(x), bias, out)
+
+    def queue(x: Any, bias: Any, out: Any) -> None:
         to = out.data_ptr()
         whole = fits and not to % ALIGNED
         memory, counts = workspace(device, of_x + of_sums), counters(device, of_counts) if of_counts else None
