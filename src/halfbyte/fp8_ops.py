@@ -10,6 +10,7 @@ from halfbyte.errors import NoKernelError
 from halfbyte.kernels import Call, Fp8Args, Fp8Call, Kernel, LinearArgs, forced, fp8, ordered, select
 from halfbyte.kernels.base import capability_of, device_of, library_of, version_of
 from halfbyte.kernels.cuda import choices
+from halfbyte.kernels.cuda.launch import capturing
 from halfbyte.kinds import Fp8Weight
 from halfbyte.layouts import Packed
 from halfbyte.lossy import fp8_error
@@ -96,8 +97,8 @@ def compute(x: Array, held: Packed | Fp8Weight, bias: Array | None, to: str, key
 
     def run(x: Array, bias: Array | None, out: Array) -> None:
         args = Fp8Args(x=x, weight=held, bias=bias, out=out)
-        if kernel.bind is None or key is None:
-            kernel.run(args)
+        if kernel.bind is None or key is None or (call.device == "cuda" and capturing(x.device)):
+            kernel.run(args)  # in a capture what is bound may hold what the graph has yet to make
         else:
             bound = kernel.bind(args)
             keep(held.memo, key, on_tensors(bound, _buffers(held), (*lead, out.shape[1]), out))

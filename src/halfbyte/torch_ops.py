@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from halfbyte import fp8_ops, ops
 from halfbyte.errors import UsageError
+from halfbyte.kernels.cuda.launch import keeping_nothing
 from halfbyte.kinds import Fp8Weight
 from halfbyte.layouts import Packed, parse
 from halfbyte.operands import check_arrays
@@ -49,7 +50,8 @@ def linear_op(
     """
     packed = _checked(x, layout, n, k, names, buffers, bias)
     packed.memo = _memo_of(packed.buffers().get("scales", buffers[0]))
-    y: Tensor = ops.compute(x, packed, bias, out_dtype)
+    with keeping_nothing():
+        y: Tensor = ops.compute(x, packed, bias, out_dtype)
     return y
 
 
@@ -105,13 +107,15 @@ def linear_fp8_op(
         twin = _twin(x, names, buffers, bias)
         memo = _memo_of(twin.data)
         twin.memo.update(memo)
-        y = fp8_ops.compute(x, twin, bias, to)
+        with keeping_nothing():
+            y = fp8_ops.compute(x, twin, bias, to)
         memo.update(twin.memo)
     else:
         packed = _checked(x, layout, n, k, names, buffers, bias)
         packed.memo = _memo_of(packed.buffers().get("scales", buffers[0]))
-        y = fp8_ops.compute(x, packed, bias, to)
-        y = ops.compute(x, packed, bias, to) if y is None else y
+        with keeping_nothing():
+            y = fp8_ops.compute(x, packed, bias, to)
+            y = ops.compute(x, packed, bias, to) if y is None else y
     result: Tensor = y
     return result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
@@ -464,19 +464,6 @@ class TestOrder:
         assert names(90, (64, 64), 16, "bfloat16") == ["few"]
         assert names(90, (64, 64), 17, "bfloat16") == ["many"]
 
-    def test_how_full_the_last_wave_is_counts_from_17_rows(self, measured):
-        """132 multiprocessors: 17408 features are 136 tiles, two waves; 16384 and 8192 are 128 and 64."""
-        measured(entry([17408, 1024], (None, "two", {}, {})), entry([8192, 1024], (None, "one", {}, {})))
-        assert names(90, (16384, 1024), 16, "bfloat16") == ["two"]
-        assert choices._busy(16384, 32, 132) == 128 / 132
-        assert choices._busy(17408, 32, 132) == 136 / 264
-        assert choices._busy(17408, 257, 132) == 272 / 396
-        # |log2| of sizes 0.0875 or 1, half that of N / K as much: 0.131 + 0.455 beside 1.5 + 0.485
-        assert names(90, (16384, 1024), 17, "bfloat16") == ["two"]
-        # 12288 (96 tiles): 0.754 + 0.212 beside 0.877 + 0.242; 11264 (88): 0.942 + 0.152 beside 0.689 + 0.182
-        assert names(90, (12288, 1024), 64, "bfloat16") == ["two"]
-        assert names(90, (11264, 1024), 64, "bfloat16") == ["one"]
-
     def test_configurations_are_the_class_s_defaults_but_for_what_was_measured(self, measured):
         measured(entry([64, 64], (4, "few", {"warps": 8}, {}), (None, "few", {}, {})))
         few = halfbyte.kernels.KERNELS[0]
@@ -485,6 +472,17 @@ class TestOrder:
         assert few.configure(call_like(rows=16, **of)) == Made(warps=4, tiles=1)
         assert halfbyte.kernels.KERNELS[1].configure(call_like(rows=1, **of)) == Made()
         assert few.configure(call_like(rows=16, **of | {"capability": 80})) == Made(tiles=2)
+
+    def test_a_model_holds_where_the_shape_was_not_measured(self, measured):
+        measured(entry([64, 64], (None, "few", {"warps": 8}, {})))
+        call = call_like(shape=(64, 64), capability=90)
+        there, elsewhere = call, replace(call, shape=(64, 128))
+        default = Made(tiles=3)
+        assert [choices.configured(c, "few", default, model=True) for c in (there, elsewhere)] == [
+            Made(warps=8),
+            default,
+        ]
+        assert [choices.configured(c, "few", default) for c in (there, elsewhere)] == [Made(warps=8)] * 2
 
 
 @pytest.mark.usefixtures("table")

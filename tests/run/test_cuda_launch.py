@@ -12,8 +12,20 @@ import torch
 from halfbyte.errors import UnavailableError, UsageError
 from halfbyte.kernels import Call
 from halfbyte.kernels.cuda import launch
-from halfbyte.kernels.cuda.launch import boxes, compile_for, counters, program, unknown, untested, why_not, workspace
+from halfbyte.kernels.cuda.launch import (
+    boxes,
+    capturing,
+    compile_for,
+    counters,
+    keeping_nothing,
+    program,
+    unknown,
+    untested,
+    why_not,
+    workspace,
+)
 from halfbyte.layouts import Packed
+from halfbyte.lossy import to_fp8
 from halfbyte.ops import pack
 from helpers_run import call_like, random_weight
 
@@ -393,6 +405,50 @@ def test_memory_of_a_capture_is_the_graphs_own(gpu):
     gpu.capturing = False
     assert counters(device, 40) is not zeros
     assert workspace(device, 40) is kept
+
+
+def test_memory_that_is_not_to_be_kept(gpu):
+    device = torch.device("cpu", 0)
+    kept, zeros = workspace(device, 100), counters(device, 64)
+    with keeping_nothing():
+        with keeping_nothing():
+            pass
+        assert (workspace(device, 40).numel(), counters(device, 40).numel()) == (40, 40)
+        assert counters(device, 40) is not zeros
+        assert not counters(device, 40).any()
+    assert workspace(device, 100) is kept
+    assert counters(device, 64) is zeros
+
+
+@pytest.mark.parametrize("precision", [None, "fp8"])
+@pytest.mark.parametrize("twin", [False, True])
+def test_the_operators_keep_no_memory(gpu, twin, precision, monkeypatch):
+    from halfbyte import fp8_ops, ops, torch_ops
+
+    device, found = torch.device("cpu", 0), []
+    weight = random_weight(32, 64).torch()
+    held = to_fp8(weight) if twin else pack(weight, "fragments")
+
+    def compute(x, held, bias, to):
+        found.append(workspace(device, 64))
+        return torch.zeros(3, 32)
+
+    monkeypatch.setattr(fp8_ops, "compute", compute)
+    monkeypatch.setattr(ops, "compute", compute)
+    if twin or precision:
+        torch_ops.traced_fp8(torch.ones(3, 64), held, None, None)
+    else:
+        torch_ops.traced(torch.ones(3, 64), held.key, held.shape, held.buffers(), None, None)
+    assert len(found) == 1
+    assert launch._shared == {}
+
+
+def test_capturing_asks_the_stream_of_the_device(gpu):
+    assert not capturing(torch.device("cpu"))
+    assert gpu.entered == []
+    for gpu.capturing in (False, True):
+        assert capturing(torch.device("cuda", 0)) is gpu.capturing
+    assert (gpu.entered, gpu.current) == ([0, 0], 1)
 
 
 # What keeps every kernel from a call

@@ -6,6 +6,8 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ import gpu_fp8
 import halfbyte as hb
 from cuda_code import compile_ahead
 from gpu_codecs import needs_gpu, needs_triton
+from halfbyte import fp8_ops
 from halfbyte.errors import UsageError
 from halfbyte.kernels import Fp8Args, fp8
 from halfbyte.kernels.cuda import fp8_quantize, launch, scaled_mm
@@ -145,6 +148,8 @@ def test_the_operand_is_padded_once(n, k, per_row):
     again, doubled = scaled_mm.operand(twin)
     assert not again.view(torch.uint8).any()
     assert torch.equal(doubled, scales * 2)
+    twin.data.data = torch.full_like(data, 3)  # which torch does not count
+    assert (scaled_mm.operand(twin)[0].t()[:n, :k].view(torch.uint8) == 3).all()
     assert scaled_mm.padding(twin_call(shape=(n, k))) == 4 * padded[0] + (0 if whole else padded[0] * padded[1])
 
 
@@ -209,6 +214,89 @@ def test_the_result_is_rounded_once(emulated, dtype, out_dtype, bias_dtype, n, k
     out.fill_(7)
     scaled_mm.TORCH.run(args)
     assert torch.equal(out, linear(x, twin, bias, out_dtype=out_dtype))
+
+
+@pytest.mark.parametrize(("n", "k"), [(32, 64), (33, 63)])
+@pytest.mark.parametrize("bias_dtype", [None, "float32"])
+@pytest.mark.parametrize("lead", [(), (1,), (2, 3), (1, 2, 3)])
+def test_a_result_of_any_axes_is_written_as_it_is(emulated, lead, bias_dtype, n, k):
+    twin = hb.to_fp8(random_weight(n, k).torch())
+    rows = to_torch(random_floats((prod(lead), k), "bfloat16"))
+    bias = None if bias_dtype is None else to_torch(random_floats((n,), bias_dtype))
+    out = torch.empty(len(rows), n, dtype=torch.bfloat16)
+    run = scaled_mm.bind(Fp8Args(x=rows, weight=twin, bias=bias, out=out))
+    shaped = torch.empty(*lead, n, dtype=torch.bfloat16)  # as halfbyte.remembered calls it
+    run(rows.view(*lead, k), bias, shaped)
+    assert torch.equal(shaped, linear(rows, twin, bias).view(*lead, n))
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_changes_nothing(default):
+    twin = hb.to_fp8(random_weight(33, 63).torch())
+    x = to_torch(random_floats((4, 63), "float32"))
+    x[1] *= 2.0**-70
+    q, scale = quantized(x, None)
+    torch.set_default_dtype(default)
+    try:
+        assert scaled_mm.operand(twin)[1].dtype == torch.float32
+        assert all(map(torch.equal, quantized(x, None), (q, scale)))
+        assert quantized(x, None)[1].dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_is_made_in_a_capture_is_not_kept(monkeypatch):
+    """The graph makes it, so that it is not there before the graph runs."""
+    twin = hb.to_fp8(random_weight(33, 63).torch())
+    monkeypatch.setattr(scaled_mm, "capturing", lambda device: True)
+    scaled_mm.operand(twin)
+    assert scaled_mm.NAME not in twin.memo
+    monkeypatch.setattr(scaled_mm, "capturing", lambda device: False)
+    scaled_mm.operand(twin)
+    assert scaled_mm.NAME in twin.memo
+
+
+def test_a_call_in_a_capture_is_not_remembered(emulated, monkeypatch):
+    monkeypatch.setattr("halfbyte.kernels.KERNELS", (scaled_mm.TORCH,))
+    monkeypatch.setitem(scaled_mm.TORCH.__dict__, "refuse", lambda call: ())
+    monkeypatch.setattr(fp8_ops, "device_of", lambda x: "cuda")
+    twin = hb.to_fp8(random_weight(32, 64).torch())
+    x = to_torch(random_floats((5, 64), "float32"))
+    for captured in (True, False):
+        monkeypatch.setattr(fp8_ops, "capturing", lambda device, captured=captured: captured)
+        linear(x, twin)
+        assert any(isinstance(known, tuple) for known in twin.memo) is not captured
+
+
+def test_threads_that_share_a_stream_take_turns(emulated, monkeypatch):
+    """Between a call's two launches nobody else writes to the memory that the second reads."""
+    given = scaled_mm.quantizer
+    others = []
+
+    def quantizer(*args, **how):
+        run = given(*args, **how)
+
+        def late(*values):
+            run(*values)
+            if threading.current_thread() is threading.main_thread():
+                others.append(threading.Thread(target=lambda: linear_of(1)))
+                others[0].start()
+                others[0].join(0.2)  # it waits for this call to end
+
+        return late
+
+    monkeypatch.setattr(scaled_mm, "quantizer", quantizer)
+    twin = hb.to_fp8(random_weight(32, 64).torch())
+    xs = [to_torch(random_floats((5, 64), "float32", seed)) for seed in (3, 4)]
+    expected = [linear(x, twin) for x in xs]
+    outs = [torch.zeros(5, 32) for _ in xs]
+
+    def linear_of(i):
+        scaled_mm.bind(Fp8Args(x=xs[i], weight=twin, bias=None, out=outs[i]))(xs[i], None, outs[i])
+
+    linear_of(0)
+    others[0].join()
+    assert all(map(torch.equal, outs, expected))
 
 
 # As operators of torch's
@@ -280,6 +368,17 @@ def test_blocks_are_refused_while_torch_traces():
     twin = Fp8Weight(data=torch.zeros(4, 32, dtype=torch.uint8), scale=torch.ones(2, 2), block=(2, 16))
     with pytest.raises(UsageError, match="no kernel takes an FP8 weight with a scale for each block"):
         traced_fp8(torch.ones(1, 32), twin, None, None)
+
+
+def test_the_operator_takes_the_scale_it_is_given(emulated, monkeypatch):
+    """Though the data are the same, whose memory is what the padded copy is kept with."""
+    monkeypatch.setattr("halfbyte.kernels.KERNELS", (scaled_mm.TORCH,))
+    monkeypatch.setitem(scaled_mm.TORCH.__dict__, "refuse", lambda call: ())
+    w = hb.to_fp8(random_weight(33, 63).torch())
+    x = to_torch(random_floats((5, 63), "float32"))
+    y = [linear_fp8_op(x, "fp8", 33, 63, "data,scale", [w.data, w.scale * f], None, torch.float32) for f in (1, 2, 4)]
+    assert torch.equal(y[1], 2 * y[0])
+    assert torch.equal(y[2], 4 * y[0])
 
 
 def test_the_operator_keeps_what_is_padded_and_no_weight(emulated, monkeypatch):
@@ -372,7 +471,8 @@ class TestOnGpu:
             off, norm = torch.linalg.norm(y.float() - out), torch.linalg.norm(out)
             assert off <= 2.0**-11 * torch.linalg.norm(sizes) + HALF_ULP[out_dtype] * norm
             assert k < 1000 or off <= SUMS * norm
-            assert torch.equal(linear(x, twin, bias, out_dtype=out_dtype), y)
+            for shaped in (x, x[None], x[None]):
+                assert torch.equal(linear(shaped, twin, bias, out_dtype=out_dtype), y.view(*shaped.shape[:-1], n))
 
     @with_fp8
     def test_what_is_not_finite_stays_in_its_token(self):

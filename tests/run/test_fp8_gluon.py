@@ -1,6 +1,7 @@
 """The FP8 kernel in Gluon: its assembly evaluated, its machine code, its launches, and, on a GPU, its results."""
 
 import itertools
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,8 +29,8 @@ from gluon_cases import (
     without_a_driver,
 )
 from gpu_codecs import needs_triton
-from halfbyte.kernels import Fp8Args
-from halfbyte.kernels.cuda import fp8_gluon, fp8_quantize
+from halfbyte.kernels import Fp8Args, LinearArgs
+from halfbyte.kernels.cuda import fp8_gluon, fp8_quantize, gemm, gemm_gluon
 from halfbyte.kernels.cuda.fp8_gluon import (
     CONFIGURATIONS,
     ERROR,
@@ -41,7 +42,7 @@ from halfbyte.kernels.cuda.fp8_gluon import (
     table_code,
 )
 from halfbyte.kernels.cuda.gemm_gluon import SHARED
-from halfbyte.kernels.cuda.launch import options_of
+from halfbyte.kernels.cuda.launch import Tensor, in_turn, options_of
 from halfbyte.kernels.fp8 import quantized
 from halfbyte.layouts import Fragments, Rows
 from halfbyte.lossy import to_fp8
@@ -101,6 +102,8 @@ def accepted(**changes):
         ({"layout": Rows(), "resident": True}, "multiplies by NVFP4, not by an Fp8Weight"),
         ({"shape": (3, 32, 64)}, "takes one matrix (N, K), not expert axes (3,)"),
         ({"aligned": False}, "takes codes and scales that begin at multiples of 16 bytes; clone the buffers"),
+        ({"shape": (1 << 24, 16)}, "takes up to 16777215 features, not 16777216"),
+        ({"rows": (1 << 31) - 511}, "takes up to 2147483136 tokens, not 2147483137"),
     ],
 )
 def test_refusals(changes, reason):
@@ -184,6 +187,39 @@ def test_activations_at_odd_addresses_are_copied(launches):
     odd = at_an_odd_address(80)
     fp8_gluon.bind(args, Fp8())(odd, None, args.out)
     assert launches.quantized[0][1] % 16 == 0
+
+
+def test_both_launches_are_queued_in_one_turn(launches, monkeypatch):
+    """Threads may share a stream, and what the first launch writes there the second reads."""
+    free = []
+
+    def seen(*_):
+        def ask():
+            free.append(in_turn.acquire(blocking=False))
+            if free[-1]:
+                in_turn.release()
+
+        other = threading.Thread(target=ask)
+        other.start()
+        other.join()
+
+    def program(*of):
+        seen.tensor = lambda place, address, shape: Tensor(address, shape, ())
+        return seen
+
+    monkeypatch.setattr(fp8_gluon, "_program", program)
+    monkeypatch.setattr(fp8_gluon, "quantizer", lambda *of, **how: seen)
+    _, args = fp8_arguments(n=40, k=272, rows=19)
+    fp8_gluon.bind(args, Fp8(tokens=128))(args.x, None, args.out)
+    seen()
+    monkeypatch.setattr(gemm_gluon, "_program", program)
+    monkeypatch.setattr(gemm_gluon, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    linear = LinearArgs(x=args.x, weight=args.weight, bias=None, out=args.out)
+    gemm_gluon.bind(linear, gemm_gluon.Gemm())(args.x, None, args.out)
+    monkeypatch.setattr(gemm, "_program", program)
+    gemm.bind(linear, gemm.Gemm())(args.x, None, args.out)
+    assert free == [False, False, True, False, False]
 
 
 # Machine code

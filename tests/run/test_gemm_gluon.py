@@ -96,6 +96,17 @@ def test_a_schedule():
     assert scratch_of(made, held) == (52 * 2 * 128 * 256 * 4, 52 * 2 * 4)
     assert schedule(14336, 4096, 1024, replace(made, parts=1), 132).items == 448
     assert schedule(16, 64, 1, replace(made, parts=2, all=True), 132).parts == 1  # there is one step
+    nothing = schedule(16, 0, 1, made, 132)
+    assert (nothing.parts, nothing.steps, nothing.items) == (1, 0, 1)
+
+
+@needs_triton
+@pytest.mark.parametrize("precision", ["exact", "fp8"])
+def test_a_weight_without_k_is_planned(precision):
+    empty = np.zeros((32, 0), np.uint8)
+    packed = hb.pack(Weight(codes=empty, scales=empty, scale2=1.0).torch(), Fragments())
+    plan = hb.plan("linear", packed, rows=300, device="cuda:sm_90", precision=precision)
+    assert plan.flops == 0
 
 
 MEASURED = [
@@ -118,7 +129,7 @@ def test_the_model_is_near_what_was_measured_and_picks_what_is_fast(shape, rows,
 
 
 def test_without_choices_the_model_decides(monkeypatch):
-    monkeypatch.setattr(gemm_gluon.choices, "configured", lambda call, name, default: default)
+    monkeypatch.setattr(gemm_gluon.choices, "configured", lambda call, name, default, model: default)
     monkeypatch.setattr(gemm_gluon, "multiprocessors", lambda index: 132)
     call = accepted(shape=(14336, 4096), rows=1024)
     pays = gemm_gluon.configurations(call)
@@ -162,6 +173,7 @@ def accepted(**changes):
         ({"shape": (3, 32, 64)}, "takes one matrix (N, K), not expert axes (3,)"),
         ({"shape": (32, 70)}, "takes a K that is a multiple of 16, not 70"),
         ({"shape": (1 << 24, 16)}, "takes up to 16777215 features, not 16777216"),
+        ({"rows": (1 << 31) - 511}, "takes up to 2147483136 tokens, not 2147483137"),
         ({"pre_scale": True}, "multiplies activations as they come, without a pre_scale"),
         ({"aligned": False}, "takes codes and scales that begin at multiples of 16 bytes; clone the buffers"),
     ],

@@ -199,7 +199,7 @@ def _quantized_torch(x: Any, pre_scale: Any) -> tuple[Array, Array]:
     finite = amax.isfinite()
     largest = torch.full_like(amax, E4M3_MAX)  # by a number torch would multiply with an inverse
     scale = (amax / largest).where(finite, torch.nan)
-    factor = torch.where(amax < SMALL, 1 / SMALL, 1.0)
+    factor = torch.ones_like(amax).masked_fill(amax < SMALL, 1 / SMALL)
     inverse = (largest / (amax * factor)).where(amax > 0, 0.0)
     q = ((v * factor) * inverse).where(finite, 0.0).clamp(-E4M3_MAX, E4M3_MAX)
     return q.to(torch.float8_e4m3fn).view(torch.uint8), scale

@@ -18,12 +18,9 @@ own, and null is without end; ``configuration`` has the fields that are not thei
 ``dtypes`` was measured; the others have its choices, and no times. Kernels are tried in the order of their times at
 the least number of rows measured that is not less than a call's. Nothing is measured at run time.
 
-A weight takes the entry that is nearest: the sum of
-
-- the |log2| of the ratio of their sizes N * K, and half the |log2| of the ratio of their N / K;
-- from 17 rows on how much more of the GPU one keeps busy than the other, in tiles of 128 features and 256 rows: what
-  decides there is how full the last wave of tiles is, or the only one. Rows count as the next power of two, so that
-  what runs does not change with each.
+A weight takes the entry that is nearest, by the |log2| of the ratio of their sizes N * K plus that of the ratio of
+their N / K. A kernel whose default configuration comes of a model of its time takes that instead where its own shape
+was not measured: how full the last wave of tiles is changes from one N to the next, and the model knows it.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil, inf, log2
+from math import inf, log2
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -48,11 +45,6 @@ FORMAT: Final = 2
 SHIPPED: Final = Path(__file__).with_name("choices.json")
 PROVENANCE: Final = ("gpu", "multiprocessors", "driver", "torch", "triton", "date", "command")
 """What a measurement states."""
-
-_FEW_ROWS: Final = 16
-_TILE: Final = (128, 256)
-_BUSY: Final = 1.0
-"""How far apart a GPU that is idle is from one that is busy, in doublings of N * K."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +239,7 @@ def _users() -> tuple[Entry, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _by_distance(op: str, capability: int, shape: tuple[int, int], dtype: str, rows: int) -> tuple[Entry, ...]:
+def _by_distance(op: str, capability: int, shape: tuple[int, int], dtype: str) -> tuple[Entry, ...]:
     n, k = shape
     held = [e for e in entries() if e.op == op and e.capability == capability and dtype in e.dtypes]
     if not n * k:
@@ -255,26 +247,13 @@ def _by_distance(op: str, capability: int, shape: tuple[int, int], dtype: str, r
 
     def far(entry: Entry) -> tuple[float, bool]:
         other, along = entry.shape
-        size, aspect = log2(n * k / (other * along)), log2(n / k * along / other)
-        idle = 0.0
-        if rows > _FEW_ROWS:
-            ranges = next(iter(entry.kernels.values()), ())
-            width = ranges[0].choice.measurement["multiprocessors"] if ranges else 1
-            idle = _BUSY * abs(_busy(n, rows, width) - _busy(other, rows, width))
-        return abs(size) + abs(aspect) / 2 + idle, entry.dtypes[0] != dtype
+        return abs(log2(n * k / (other * along))) + abs(log2(n / k * along / other)), entry.dtypes[0] != dtype
 
     return tuple(sorted(held, key=far))
 
 
-def _busy(n: int, rows: int, multiprocessors: int) -> float:
-    """The part of a GPU's multiprocessors that tiles keep busy, in all waves together."""
-    waves = ceil(n / _TILE[0]) * ceil(rows / _TILE[1]) / multiprocessors
-    return waves / ceil(waves)
-
-
 def _near(call: Call) -> tuple[Entry, ...]:
-    rows = 1 << max(0, call.rows - 1).bit_length()
-    return _by_distance(call.op, call.capability, (call.shape[-2], call.shape[-1]), call.dtype, rows)
+    return _by_distance(call.op, call.capability, (call.shape[-2], call.shape[-1]), call.dtype)
 
 
 def pick(call: Call) -> tuple[Choice, ...]:
@@ -306,14 +285,20 @@ def measured(call: Call, kernel: str) -> tuple[tuple[int, int], float] | None:
     return None
 
 
-def configured(call: Call, kernel: str, default: C) -> C:
+def configured(call: Call, kernel: str, default: C, *, model: bool = False) -> C:
     """The configuration of a kernel, a frozen dataclass, for a call.
+
+    Args:
+        call: what is computed.
+        kernel: its name.
+        default: where nothing was measured.
+        model: the default is better than what was measured at another shape.
 
     Raises:
         FormatError: a file has fields that the kernel has not.
     """
     found = choice(call, kernel)
-    if found is None:
+    if found is None or (model and found.shape != tuple(call.shape[-2:])):
         return default
     try:
         return type(default)(**found.configuration)

@@ -42,6 +42,7 @@ from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT
 from halfbyte.kernels.cuda.gemm_gluon import (
     BESIDE,
     MOST_FEATURES,
+    MOST_TOKENS,
     SHARED,
     Gemm,
     Schedule,
@@ -50,7 +51,7 @@ from halfbyte.kernels.cuda.gemm_gluon import (
     schedule,
     scratch_of,
 )
-from halfbyte.kernels.cuda.launch import Program, boxes, counters, program, why_not, workspace
+from halfbyte.kernels.cuda.launch import Program, boxes, counters, in_turn, program, why_not, workspace
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call, cost
 from halfbyte.kernels.fp8 import refuse as refuse_any
 from halfbyte.layouts import Fragments, Packed
@@ -230,7 +231,7 @@ def shifted(to: str, word: str, step: Step) -> str:
 
 
 def configure(call: Fp8Call) -> Fp8:
-    """The configuration for a call; without choices the one that takes the least time, by what is known of steps."""
+    """The configuration for a call: for shapes not measured the fastest, by what is known of steps."""
     n, k = call.shape
     processors = multiprocessors(None)
 
@@ -241,7 +242,7 @@ def configure(call: Fp8Call) -> Fp8:
         part = held.share * step + (PART[0] + PART[1] * held.parts) * tokens
         return tiles + -(-held.split * held.parts // processors) * part
 
-    return choices.configured(call, NAME, min(configurations(call), key=time))
+    return choices.configured(call, NAME, min(configurations(call), key=time), model=True)
 
 
 def configurations(call: Fp8Call) -> tuple[Fp8, ...]:
@@ -282,6 +283,8 @@ def refuse(call: Fp8Call) -> tuple[str, ...]:
         reasons.append(f"reads the layout fragments, not {call.layout.key}")
     if call.shape[-2] > MOST_FEATURES:
         reasons.append(f"takes up to {MOST_FEATURES} features, not {call.shape[-2]}")
+    if call.rows > MOST_TOKENS:
+        reasons.append(f"takes up to {MOST_TOKENS} tokens, not {call.rows}")
     return tuple(reasons)
 
 
@@ -311,7 +314,10 @@ def bind(args: Fp8Args, made: Fp8 | None = None) -> Callable[[Array, Array | Non
     tensor = described(first, rows)
 
     def run(x: Any, bias: Any, out: Any) -> None:
-        x = fragments.aligned(x)
+        with in_turn:
+            queue(fragments.aligned(x), bias, out)
+
+    def queue(x: Any, bias: Any, out: Any) -> None:
         to = out.data_ptr()
         whole = fits and not to % ALIGNED
         memory, counts = workspace(device, of_x + of_sums), counters(device, of_counts) if of_counts else None

@@ -24,7 +24,7 @@ from typing import Any, Final
 from halfbyte.kernels.base import ALIGNED, Call, Kernel, LinearArgs, linear_cost
 from halfbyte.kernels.cuda import choices, fragments
 from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT
-from halfbyte.kernels.cuda.launch import Program, counters, program, workspace
+from halfbyte.kernels.cuda.launch import Program, counters, in_turn, program, workspace
 from halfbyte.numerics import Array
 
 NAME: Final = "triton-gemm"
@@ -179,7 +179,8 @@ def bind(args: LinearArgs, made: Gemm | None = None) -> Callable[[Array, Array |
         sums, counts = (workspace(device, of_sums), counters(device, of_counts)) if parts > 1 else (out, out)
         added = None if bias is None else bias.data_ptr()
         pointers = (codes, scales, x.data_ptr(), scale2, added, out.data_ptr(), sums.data_ptr(), counts.data_ptr())
-        run_program(grid, (*pointers, rows, n, k, share, along_m))
+        with in_turn:
+            run_program(grid, (*pointers, rows, n, k, share, along_m))
 
     return run
 

@@ -26,7 +26,17 @@ from typing import Any, Final
 from halfbyte.kernels.base import ALIGNED, Call, Kernel, LinearArgs, linear_cost
 from halfbyte.kernels.cuda import choices, fragments
 from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT, decode_code, scales_code
-from halfbyte.kernels.cuda.launch import Program, Tensor, Written, boxes, counters, program, why_not, workspace
+from halfbyte.kernels.cuda.launch import (
+    Program,
+    Tensor,
+    Written,
+    boxes,
+    counters,
+    in_turn,
+    program,
+    why_not,
+    workspace,
+)
 from halfbyte.layouts.fragments import FACTOR
 from halfbyte.numerics import Array
 
@@ -46,6 +56,8 @@ STAGES: Final = 12
 """At most."""
 MOST_FEATURES: Final = (1 << 24) - 1
 """A few rows of results are within 32 bits of each other."""
+MOST_TOKENS: Final = (1 << 31) - 512
+"""So that those of a tile are numbers of 32 bits, too, where it goes on beyond them."""
 HOPPER: Final = 132
 """Multiprocessors of an H200 and most H100, where there is no GPU to ask."""
 
@@ -152,8 +164,8 @@ def schedule(n: int, k: int, rows: int, made: Gemm, multiprocessors: int) -> Sch
     along_n, along_m = -(-n // made.features), -(-rows // made.tokens)
     steps = -(-k // (UNIT * made.units))
     tiles, programs = along_n * along_m, multiprocessors * made.programs
-    share = -(-steps // made.parts)
-    parts = -(-steps // share)
+    share = max(1, -(-steps // made.parts))
+    parts = max(1, -(-steps // share))
     last = tiles if made.all else tiles % programs
     whole = tiles if parts == 1 else tiles - last
     items = whole + (tiles - whole) * parts
@@ -243,8 +255,8 @@ def _by_model(call: Call) -> list[Gemm]:
 
 
 def configure(call: Call) -> Gemm:
-    """The configuration for a call; without choices the best by the model."""
-    return choices.configured(call, NAME, _by_model(call)[0])
+    """The configuration for a call: for shapes that were not measured the best by the model."""
+    return choices.configured(call, NAME, _by_model(call)[0], model=True)
 
 
 def configurations(call: Call) -> tuple[Gemm, ...]:
@@ -273,6 +285,8 @@ def refuse(call: Call) -> tuple[str, ...]:
     reasons = [*why_not(call, least=90, most=90, gluon=True), *fragments.why_not_fragments(call)]
     if call.shape[-2] > MOST_FEATURES:
         reasons.append(f"takes up to {MOST_FEATURES} features, not {call.shape[-2]}")
+    if call.rows > MOST_TOKENS:
+        reasons.append(f"takes up to {MOST_TOKENS} tokens, not {call.rows}")
     return tuple(dict.fromkeys(reasons))
 
 
@@ -323,7 +337,8 @@ def bind(args: LinearArgs, made: Gemm | None = None) -> Callable[[Array, Array |
         if run_program is None:
             run_program = _program(call, bias_type, made, device, written.over, whole, held.split > 0)
             programs[written.over, whole] = run_program
-        run_program(grid, values)
+        with in_turn:
+            run_program(grid, values)
         if counted and not written.over:
             written.launched()
 

@@ -526,12 +526,43 @@ class Written:
 
 _shared: Final[dict[Any, Any]] = {}
 
+in_turn: Final = threading.RLock()
+"""Held while a call's launches on ``workspace`` are queued: threads may share a stream, and its memory."""
+
+
+_thread: Final = threading.local()
+
+
+@contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """While it lasts no memory of ``workspace`` or ``counters`` is kept for this thread's next calls.
+
+    Where torch makes CUDA graphs of what it compiled, it runs that once before, in the memory of its graphs, and what
+    is still held of it then is an error.
+    """
+    before = getattr(_thread, "keeps_nothing", False)
+    _thread.keeps_nothing = True
+    try:
+        yield
+    finally:
+        _thread.keeps_nothing = before
+
+
+def capturing(device: Any) -> bool:
+    """Whether what is computed on a device of torch's goes to a CUDA graph, and is not there yet."""
+    import torch
+
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
 
 def workspace(device: Any, nbytes: int) -> Any:
     """Memory for partial results: (at least ``nbytes``,) u8, one for each device and stream, shared by all kernels.
 
     Its content lasts until the next launch on the stream; a kernel launched with ``pdl`` waits before it writes there.
-    While a CUDA graph is captured the memory is the graph's own.
+    While a CUDA graph is captured the memory is the graph's own, and in torch's operators the call's.
 
     Args:
         device: of torch's, with an index.
@@ -563,6 +594,8 @@ def _of_stream(kind: str, device: Any, nbytes: int, *, zeros: bool) -> Any:
         held, key = _captured, (*key, capture_of(stream))
         for old in [old for old in held if old[-1] != key[-1]]:
             del held[old]
+    elif getattr(_thread, "keeps_nothing", False):
+        return make(nbytes, dtype=torch.uint8, device=device)
     found = held.get(key)
     if found is None or found.numel() < nbytes:
         size = nbytes if found is None else max(nbytes, 2 * found.numel())

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from halfbyte.kernels.base import ALIGNED, Kernel, load_torch
 from halfbyte.kernels.cuda.fp8_quantize import Quantizer, nbytes, pitch, quantizer, scales_at
-from halfbyte.kernels.cuda.launch import why_not, workspace
+from halfbyte.kernels.cuda.launch import capturing, in_turn, why_not, workspace
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call, cost
 from halfbyte.kernels.fp8 import refuse as refuse_any
 from halfbyte.kinds import Fp8Weight
@@ -40,17 +40,19 @@ def operand(weight: Fp8Weight) -> tuple[Any, Any]:
     import torch
 
     (n, k), data, scale = weight.shape, weight.data, weight.scale
-    versions = [0 if a.is_inference() else a._version for a in (data, scale)]
+    versions = [(a.data_ptr(), 0 if a.is_inference() else a._version) for a in (data, scale)]
     known = weight.memo.get(NAME)
     if known is None or known[0] != versions:
         padded = None
         if n % ALIGNED or k % ALIGNED or data.data_ptr() % ALIGNED:
             padded = torch.zeros(pitch(n), pitch(k), dtype=torch.uint8, device=data.device)
             padded[:n, :k] = data
-        scales = torch.zeros(1, pitch(n), device=data.device)
+        scales = torch.zeros(1, pitch(n), dtype=torch.float32, device=data.device)
         scales[0, :n] = scale[:, 0]
-        known = weight.memo[NAME] = versions, padded, scales
-    _, padded, scales = known
+        known = versions, padded, scales, scale
+        if not capturing(data.device):  # then they are made in the graph, not now
+            weight.memo[NAME] = known
+    _, padded, scales, _ = known  # the last so that its address stays its own
     return (data if padded is None else padded).view(torch.float8_e4m3fn).t(), scales
 
 
@@ -74,6 +76,10 @@ def bind(args: Fp8Args) -> Callable[[Array, Array | None, Array], None]:
     held: tuple[Any, Any, Any] = None, None, None
 
     def run(x: Any, bias: Any, out: Any) -> None:
+        with in_turn:
+            queue(x, bias, out.view(m, n))
+
+    def queue(x: Any, bias: Any, out: Any) -> None:
         nonlocal held
         memory = workspace(device, needed)
         known, data, scales = held
