@@ -136,7 +136,7 @@ def _pitch(call: Call) -> tuple[int, int]:
 def configure(call: Call) -> Few | Many:
     """The configuration for a call."""
     default: Few | Many = Few() if call.rows <= FEW_ROWS else Many()
-    return choices.configured(call, NAME, default)
+    return choices.configured(call, NAME, default, CONFIGURATIONS)
 
 
 def configurations(call: Call) -> tuple[Few | Many, ...]:

@@ -244,7 +244,7 @@ def _by_model(call: Call) -> list[Gemm]:
 
 def configure(call: Call) -> Gemm:
     """The configuration for a call; without choices the best by the model."""
-    return choices.configured(call, NAME, _by_model(call)[0])
+    return choices.configured(call, NAME, _by_model(call)[0], CONFIGURATIONS)
 
 
 def configurations(call: Call) -> tuple[Gemm, ...]:
