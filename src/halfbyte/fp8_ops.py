@@ -20,6 +20,7 @@ from halfbyte.operands import (
     checked_dtype,
     contiguous,
     empty,
+    scale_of,
     wants_gradient,
     without_gradient,
 )
@@ -101,7 +102,7 @@ def compute(x: Array, held: Packed | Fp8Weight, bias: Array | None, to: str, key
         out = empty((call.rows, n), to, x)
         if not k:
             out[...] = 0 if bias is None else bias
-        elif call.rows and n:
+        elif call.rows and n and call.device != "meta":
             added = None if bias is None else contiguous(bias)
             args = Fp8Args(x=contiguous(x.reshape(call.rows, k)), weight=held, bias=added, out=out)
             if kernel.bind is None or key is None:
@@ -118,9 +119,11 @@ def compute(x: Array, held: Packed | Fp8Weight, bias: Array | None, to: str, key
 
 
 def error_of(w: Packed | Fp8Weight) -> float | None:
-    """What a weight loses by rounding to FP8, kept with a packed one; None where a twin does not state it."""
+    """What a weight loses by rounding to FP8, kept with it if packed; None on meta, or where a twin does not state it."""
     if isinstance(w, Fp8Weight):
         return w.error
+    if getattr(scale_of(w), "is_meta", False):
+        return None
     version = version_of(w)
     known = w.memo.get("fp8 error")
     if known is None or known[0] != version:

@@ -183,10 +183,10 @@ def tune(
         clock: seconds.
 
     Returns:
-        A report; its facts are "gpu", "capability", "out", "command", "seconds", "measured" (how many configurations),
-        "wrong" and "failed" (a line for each that was not chosen for that), "left_out" (shapes that were not measured,
-        for lack of time), "choices" (a row for each range: op, shape, first, last, kernel, configuration,
-        microseconds) and "times" (all: op, shape, kernel, rows, configuration, microseconds).
+        A report; its facts are "gpu", "capability", "out", "repeat" (the command), "seconds", "measured" (how many
+        configurations), "wrong" and "failed" (a line for each that was not chosen for that), "left_out" (shapes that
+        were not measured, for lack of time), "choices" (a row for each range: op, shape, first, last, kernel,
+        configuration, microseconds) and "times" (all: op, shape, kernel, rows, configuration, microseconds).
 
     Raises:
         UsageError: no kernel of that name, or a place for the file that cannot be.
@@ -203,7 +203,7 @@ def tune(
     check_place(out)
     measurement = {**machine.facts, "date": time.strftime("%Y-%m-%d", time.gmtime()), "command": options.command}
     facts: dict[str, Any] = {
-        "gpu": measurement["gpu"], "capability": machine.capability, "out": str(out), "command": options.command,
+        "gpu": measurement["gpu"], "capability": machine.capability, "out": str(out), "repeat": options.command,
         "measured": 0, "wrong": [], "failed": [], "left_out": [],
     }  # fmt: skip
     total = sum(one.count for one in work)

@@ -487,6 +487,16 @@ class TestPlan:
         packed.buffers()["scales"].add_(1)
         assert "0.5000 of its norm" in plan("linear", packed, rows=4, precision="fp8").notes[0]
 
+    def test_meta_tensors(self):
+        """Shapes alone, as with exact kernels."""
+        packed = hb.pack(random_weight(20, 32).torch()).to("meta")
+        y = linear(torch.ones(3, 32, device="meta"), packed, precision="fp8")
+        assert (y.device.type, y.shape, y.dtype) == ("meta", (3, 20), torch.float32)
+        for device in ("meta", "cpu"):
+            notes = plan("linear", packed, rows=3, precision="fp8", device=device).notes
+            assert notes[0] == "error of the weight by rounding to FP8: unknown: a meta tensor has no values"
+            assert plan("linear", packed, rows=3, device=device).kernel
+
     def test_a_twin(self):
         twin = hb.to_fp8(self.w)
         chosen = plan("linear", twin, rows=4)
@@ -570,6 +580,18 @@ class TestErrors:
             linear([1.0], twin)
         with pytest.raises(UsageError, match=r"out does not fit the weight and x: got \(2, 19\)"):
             Fp8Args(x=self.x, weight=twin, bias=None, out=np.empty((2, 19), np.float32))
+
+    @pytest.mark.parametrize("weight", [hb.pack(w), hb.to_fp8(w)])
+    def test_what_is_no_dtype_or_precision(self, weight):
+        for out_dtype in (5, [], {}):
+            with pytest.raises(UsageError) as caught:
+                linear(self.x, weight, out_dtype=out_dtype, precision="fp8")
+            assert str(caught.value) == (
+                f"out_dtype is unknown: got {out_dtype}, expected float32 or bfloat16 or float16"
+            )
+        for precision in (8, [], {}):
+            with pytest.raises(UsageError, match=re.escape(f"unknown precision: got {precision}, expected 'exact'")):
+                linear(self.x, weight, precision=precision)
 
     def test_a_twin_that_is_not_row_major(self):
         data = np.zeros((32, 20), np.uint8).T

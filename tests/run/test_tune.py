@@ -618,7 +618,8 @@ class TestCommand:
         assert ["wrote", str(file)] in lines
         assert [entry.shape for entry in choices.read(file)] == [(64, 64), (96, 128), (4096, 4096)]
         document = call(*arguments, "--kernels", "gemm", "--budget", "100", "--json").document
-        assert document["command"] == "tune" or document["ok"]
+        assert (document["command"], document["ok"]) == ("tune", True)
+        assert document["repeat"] == "halfbyte tune --shapes 64x64,96x128,4096x4096 --rows 1,32 --kernels gemm"
         assert {row["kernel"] for row in document["times"]} == {"gemm"}
         quiet = call(*arguments, "--quiet")
         assert (quiet.rc, quiet.stdout, quiet.stderr) == (0, "", "")
@@ -629,6 +630,9 @@ class TestCommand:
             (("--shapes", "64"), "not a number: got ''; see: halfbyte tune --help"),
             (("--shapes", "axb"), "not a number: got 'a'; see: halfbyte tune --help"),
             (("--shapes", "64x65"), "unknown shape: got 64x65, expected N from 1 and K a multiple of 16"),
+            (("--rows", ","), "no rows to measure; see: halfbyte tune --help"),
+            (("--shapes", ""), "no shapes to measure; see: halfbyte tune --help"),
+            (("--budget", "nan"), "the budget is no number of seconds: got nan"),
             (("--rows", "1,x"), "not a number: got 'x'; see: halfbyte tune --help"),
             (("--precision", "int8"), "unknown precision: got int8, expected exact or fp8"),
             (("--workers", "0"), "workers are 1 or more: got 0"),

@@ -69,7 +69,7 @@ class Many:
     group: int = 8
 
 
-CONFIGURATIONS: Final = (
+CONFIGURATIONS: Final[tuple[Few | Many, ...]] = (
     *(Few(*fields) for fields in ((8, 8, 1), (8, 4, 2), (4, 16, 1), (4, 8, 1))),
     *(Many(*fields) for fields in ((64, 128, 64, 3, 4), (128, 128, 64, 3, 8))),
 )
