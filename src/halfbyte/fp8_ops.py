@@ -119,7 +119,7 @@ def compute(x: Array, held: Packed | Fp8Weight, bias: Array | None, to: str, key
 
 
 def error_of(w: Packed | Fp8Weight) -> float | None:
-    """What a weight loses by rounding to FP8, kept with it if packed; None on meta, or where a twin does not state it."""
+    """What rounding to FP8 loses, kept with a packed weight; None on meta, or where a twin does not state it."""
     if isinstance(w, Fp8Weight):
         return w.error
     if getattr(scale_of(w), "is_meta", False):
