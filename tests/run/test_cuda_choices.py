@@ -319,6 +319,8 @@ class TestUsersFile:
         own.write_text("{")
         with pytest.raises(FormatError, match="damaged choices of kernels"):
             choices.pick(self.call())
+        for precision in ("exact", "fp8"):  # what is not on a GPU needs none
+            assert plan("linear", pack(random_weight(16, 16)), rows=1, precision=precision).kernel
         own.write_text(json.dumps({"choices": []}))
         with pytest.raises(FormatError, match="in another format, expected 2; delete the file, and run halfbyte tune"):
             choices.pick(self.call())

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -317,6 +318,7 @@ class TestTune:
             (tmp_path, "choices of kernels cannot be read: got Is a directory"),
             (tmp_path / "file" / "made.json", "choices of kernels cannot be read: got Not a directory"),
             (tmp_path / "new" / "made.json", f"{cannot} {tmp_path}, and it may not be written to"),
+            (Path("/dev/full"), "choices of kernels cannot be read: got It is no regular file"),
             (tmp_path / ("x" * 300), "choices of kernels cannot be read: got File name too long"),
         ):
             machine = Fake()

@@ -28,9 +28,11 @@ A weight takes the entry that is nearest: the sum of
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
+import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -156,6 +158,9 @@ def read(path: Path) -> tuple[Entry, ...]:
 
 def load(path: Path) -> dict[str, Any]:
     """A file's JSON, of which ``read`` makes entries; raises as that."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe or a device, which may have no end
+        raise OSError(errno.EINVAL, "It is no regular file")
     try:
         held: dict[str, Any] = json.loads(path.read_text())
         found = held.get("format")
@@ -304,6 +309,8 @@ def _busy(n: int, rows: int, multiprocessors: int) -> float:
 
 
 def _near(call: Call) -> tuple[Entry, ...]:
+    if not call.capability:  # on a CPU, which no file is about
+        return ()
     rows = 1 << max(0, call.rows - 1).bit_length()
     return _by_distance(call.op, call.capability, (call.shape[-2], call.shape[-1]), call.dtype, rows)
 
