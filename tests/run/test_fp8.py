@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte import fp8_ops, kernels
+from halfbyte import fp8_ops, kernels, remembered
 from halfbyte.errors import NoKernelError, UsageError
 from halfbyte.kernels import Fp8Args, Fp8Call, Kernel, fp8, select
 from halfbyte.kernels.cuda import choices
@@ -403,6 +403,17 @@ class TestRemembered:
         assert memo["int8"] == 1
         assert ("fp8", 599) in memo
         assert (0, "own") not in memo
+
+    def test_another_thread_may_forget_the_same_meanwhile(self):
+        class Shared(dict):
+            def __iter__(self):
+                found = list(dict.__iter__(self))
+                self.clear()
+                return iter(found)
+
+        memo = Shared({(i,): print for i in range(300)})
+        remembered.keep(memo, ("new",), print)
+        assert dict.items(memo) == {("new",): print}.items()
 
     def test_a_twin_is_copied_and_pickled_without_it(self, fast):
         w = self.held("twin")
