@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.fp8_ops import FEWEST, error_of, exact, kernel_for
+from halfbyte.fp8_ops import FEWEST, error_of, exact, kernel_for, slower
 from halfbyte.int8_ops import twin_of
 from halfbyte.kernels import (
     KERNELS,
@@ -209,10 +209,12 @@ def _plan_fp8(weight: Any, held: Packed | Fp8Weight, call: Fp8Call, gpu: str | N
         )
     if kernel is None:
         made = _plan_exact(weight, as_packed(weight), exact(call), gpu)
+        other = slower(call)
+        measured_slower = [(other, f"was measured to be no faster than {made.kernel} here")] if other else []
         return replace(
             made,
             notes=(*notes, *made.notes),
-            refusals=(*made.refusals, *_refusals(None, call)),
+            refusals=(*made.refusals, *measured_slower, *_refusals(None, call)),
             ranges=tuple(_ranges(call, _runs_fp8)) if call.capability else (),
         )
     cost = kernel.cost(call)

@@ -332,6 +332,7 @@ class TestChoice:
                 for rows, chosen in expected.items():
                     call = call_like(shape=(4096, 4096), rows=rows)
                     assert (fp8_ops.kernel_for(call) is not None) == chosen, (shape, rows)
+                    assert fp8_ops.slower(call) == (None if chosen else "gluon-stand-in"), (shape, rows)
                 assert choices.measured(call_like(shape=(4096, 4096), rows=512), "gluon-stand-in")[0] == shape
                 half = choices.measured(fp8_ops.exact(call_like(shape=(64, 64), rows=512)), "triton-gemm")
                 assert half == ((4096, 4096), pytest.approx(20.0))
@@ -497,6 +498,14 @@ class TestPlan:
         assert plan("linear", packed, rows=4, precision="fp8").notes == first.notes
         packed.buffers()["scales"].add_(1)
         assert "0.5000 of its norm" in plan("linear", packed, rows=4, precision="fp8").notes[0]
+
+    def test_it_says_that_fp8_was_measured_to_be_no_faster(self, fast, monkeypatch):
+        monkeypatch.setattr(fp8_ops, "_slower", lambda kernel, call: True)
+        for rows, said in ((512, True), (255, False)):
+            chosen = plan("linear", hb.pack(random_weight(20, 32)), rows=rows, precision="fp8", device="cuda:sm_90")
+            assert chosen.kernel == "reference-torch"
+            line = "gluon-stand-in", "was measured to be no faster than reference-torch here"
+            assert (line in chosen.refusals) == said
 
     def test_meta_tensors(self):
         """Shapes alone, as with exact kernels."""
