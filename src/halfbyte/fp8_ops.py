@@ -20,6 +20,7 @@ from halfbyte.operands import (
     check_arrays,
     checked_dtype,
     on_rows,
+    scale_of,
 )
 from halfbyte.remembered import keep, key_of, on_tensors
 from halfbyte.weight import Weight, dtype_name
@@ -41,8 +42,20 @@ def kernel_for(call: Fp8Call) -> Kernel[Fp8Args, Fp8Call] | None:
         return select(Fp8Args, call)
     if call.rows < FEWEST:
         return None
+    first = _fast(call)
+    return None if first is None or _slower(first, call) else first
+
+
+def slower(call: Fp8Call) -> str | None:
+    """The kernel that would multiply in FP8, had it not been measured to take as long as the exact one."""
+    first = _fast(call) if call.rows >= FEWEST else None
+    return first.name if first is not None and _slower(first, call) else None
+
+
+def _fast(call: Fp8Call) -> Kernel[Fp8Args, Fp8Call] | None:
+    """The first kernel for FP8 that takes a call; None where that is the reference, or there is none."""
     first = next((kernel for kernel in ordered(Fp8Args, call) if not kernel.refuse(call)), None)
-    return None if first is None or first is fp8.TORCH or _slower(first, call) else first
+    return None if first is fp8.TORCH else first
 
 
 def exact(call: Fp8Call) -> Call:
@@ -96,6 +109,8 @@ def compute(x: Array, held: Packed | Fp8Weight, bias: Array | None, to: str, key
         return None
 
     def run(x: Array, bias: Array | None, out: Array) -> None:
+        if call.device == "meta":
+            return
         args = Fp8Args(x=x, weight=held, bias=bias, out=out)
         if kernel.bind is None or key is None or (call.device == "cuda" and capturing(x.device)):
             kernel.run(args)  # in a capture what is bound may hold what the graph has yet to make
@@ -108,9 +123,11 @@ def compute(x: Array, held: Packed | Fp8Weight, bias: Array | None, to: str, key
 
 
 def error_of(w: Packed | Fp8Weight) -> float | None:
-    """What a weight loses by rounding to FP8, kept with a packed one; None where a twin does not state it."""
+    """What rounding to FP8 loses, kept with a packed weight; None on meta, or where a twin does not state it."""
     if isinstance(w, Fp8Weight):
         return w.error
+    if getattr(scale_of(w), "is_meta", False):
+        return None
     version = version_of(w)
     known = w.memo.get("fp8 error")
     if known is None or known[0] != version:

@@ -95,7 +95,10 @@ def check_beside(a: Array, what: str, x: Array, other: str = "x") -> None:
 
 def checked_dtype(dtype: Any, what: str) -> str:
     """The name of a dtype of ``DTYPES``; UsageError where it is another."""
-    name = dtype_name(dtype)
+    try:
+        name = "None" if dtype is None else dtype_name(dtype)  # which NumPy takes for float64
+    except TypeError:
+        name = repr(dtype)
     if name not in DTYPES:
         raise UsageError(f"{what} is unknown", got=name, expected=" or ".join(DTYPES))
     return name

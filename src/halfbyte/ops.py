@@ -102,7 +102,7 @@ def linear(
     if not tracing and (type(w) is Packed or type(w) is Fp8Weight):
         try:
             known = w.memo.get(key_of(x, bias, out_dtype, precision))
-        except AttributeError:  # x or bias is no array, which check_arrays says
+        except (AttributeError, TypeError):  # x or bias is no array, or what is no dtype: checked below
             known = None
         if known is not None:
             y: Array | None = known(x, bias)
@@ -184,7 +184,7 @@ def compute(x: Array, packed: Packed, bias: Array | None, out_dtype: Any) -> Arr
     lead = tuple(x.shape[:-1])
     n, k = packed.shape[-2:]
     rows = prod(lead)
-    out = empty((rows, n), dtype_name(out_dtype), x)
+    out = empty((rows, n), checked_dtype(out_dtype, "out_dtype"), x)
     args = LinearArgs(
         x=contiguous(x.reshape(rows, k)), weight=packed, bias=None if bias is None else contiguous(bias), out=out
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import log2, prod
-from typing import Any
+from operator import index
+from typing import Any, get_args
 
 import numpy as np
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.fp8_ops import FEWEST, error_of, exact, kernel_for
+from halfbyte.fp8_ops import FEWEST, error_of, exact, kernel_for, slower
 from halfbyte.int8_ops import twin_of
 from halfbyte.kernels import (
     KERNELS,
@@ -135,10 +136,16 @@ def plan(
         UsageError: an argument that cannot be meant.
         NoKernelError: nothing accepts this call; the error lists each candidate and why it declined.
     """
+    try:
+        rows = index(rows)
+    except TypeError:
+        raise UsageError("rows are a whole number", got=repr(rows)) from None
     if rows < 0:
         raise UsageError("rows cannot be negative", got=rows)
     if op not in (LinearArgs.op, EmbeddingArgs.op):
         raise UsageError("unknown op", got=repr(op), expected=f"{LinearArgs.op} or {EmbeddingArgs.op}")
+    if library not in (None, *get_args(Library)):
+        raise UsageError("unknown library", got=repr(library), expected=" or ".join(map(repr, get_args(Library))))
     kind, sm, gpu = _place(device)
     if kind != "cpu":
         library = library or "torch"
@@ -198,7 +205,8 @@ def _planned(
 def _plan_fp8(weight: Any, held: Packed | Fp8Weight, call: Fp8Call, gpu: str | None) -> Plan:
     kernel = kernel_for(call)
     lost = error_of(held)
-    measured = "unknown: the twin does not state it" if lost is None else f"{lost:.4f} of its norm, measured"
+    reason = "a meta tensor has no values" if isinstance(held, Packed) else "the twin does not state it"
+    measured = f"unknown: {reason}" if lost is None else f"{lost:.4f} of its norm, measured"
     notes = [
         f"error of the weight by rounding to FP8: {measured}",
         f"error of the activations by rounding to FP8 for each token: {FP8_ACTIVATIONS} of their norm if Gaussian",
@@ -212,10 +220,12 @@ def _plan_fp8(weight: Any, held: Packed | Fp8Weight, call: Fp8Call, gpu: str | N
         )
     if kernel is None:
         made = _plan_exact(weight, as_packed(weight), exact(call), gpu)
+        other = slower(call)
+        measured_slower = [(other, f"was measured to be no faster than {made.kernel} here")] if other else []
         return replace(
             made,
             notes=(*notes, *made.notes),
-            refusals=(*made.refusals, *_refusals(None, call)),
+            refusals=(*made.refusals, *measured_slower, *_refusals(None, call)),
             ranges=tuple(_ranges(call, _runs_fp8)) if call.capability else (),
         )
     extra = 0

@@ -61,8 +61,9 @@ def remember(x: Array, packed: Packed, bias: Array | None, out_dtype: Any, to: s
 def keep(memo: dict[Any, Any], key: tuple[Any, ...], made: Call) -> None:
     """Keep what a call comes down to with its weight; of many calls all are forgotten first, but nothing else is."""
     if len(memo) > _FEW_CALLS:
-        for known in [known for known in memo if isinstance(known, tuple)]:
-            del memo[known]
+        for known in list(memo):  # at once: other threads use it, too
+            if isinstance(known, tuple):
+                memo.pop(known, None)
     memo[key] = made
 
 

@@ -17,7 +17,7 @@ from halfbyte.errors import UsageError
 from halfbyte.kernels.cuda.launch import keeping_nothing
 from halfbyte.kinds import Fp8Weight
 from halfbyte.layouts import Packed, parse
-from halfbyte.operands import check_arrays
+from halfbyte.operands import DTYPES, check_arrays, checked_dtype
 
 _memos = WeakIdKeyDictionary()
 
@@ -105,11 +105,9 @@ def linear_fp8_op(
     y: Any
     if layout == FP8:
         twin = _twin(x, names, buffers, bias)
-        memo = _memo_of(twin.data)
-        twin.memo.update(memo)
+        vars(twin)["memo"] = _memo_of(twin.data)
         with keeping_nothing():
             y = fp8_ops.compute(x, twin, bias, to)
-        memo.update(twin.memo)
     else:
         packed = _checked(x, layout, n, k, names, buffers, bias)
         packed.memo = _memo_of(packed.buffers().get("scales", buffers[0]))
@@ -163,21 +161,42 @@ def _checked(x: Tensor, layout: str, n: int, k: int, names: str, buffers: list[T
     return packed
 
 
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """N and K; UsageError where there are experts."""
+    if len(shape) != 2:
+        raise UsageError("linear takes one matrix", got=shape, expected="(N, K)", hint="apply packed.expert(e)")
+    n, k = shape
+    return n, k
+
+
+def _dtype(x: Tensor, out_dtype: Any) -> torch.dtype:
+    """Torch's dtype of a result; UsageError where it is unknown."""
+    if out_dtype is None:
+        return x.dtype
+    known = out_dtype in DTYPES or out_dtype in (torch.float32, torch.bfloat16, torch.float16)
+    name = (
+        str(out_dtype).removeprefix("torch.") if known else checked_dtype(out_dtype, "out_dtype")
+    )  # torch warns of it
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
 def traced(
     x: Tensor,
     layout: str,
     shape: tuple[int, ...],
     buffers: dict[str, Tensor],
     bias: Tensor | None,
-    out_dtype: torch.dtype | None,
+    out_dtype: Any,
 ) -> Tensor:
     """``linear`` while torch traces it; the weight's shape is (N, K)."""
-    to = x.dtype if out_dtype is None else out_dtype
-    y: Tensor = linear_op(x, layout, *shape, ",".join(buffers), list(buffers.values()), bias, to)
+    n, k = _matrix(shape)
+    to = _dtype(x, out_dtype)
+    y: Tensor = linear_op(x, layout, n, k, ",".join(buffers), list(buffers.values()), bias, to)
     return y
 
 
-def traced_fp8(x: Tensor, held: Packed | Fp8Weight, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def traced_fp8(x: Tensor, held: Packed | Fp8Weight, bias: Tensor | None, out_dtype: Any) -> Tensor:
     """``linear`` in FP8 while torch traces it; the weight's shape is (N, K)."""
     if isinstance(held, Packed):
         layout, buffers = held.key, held.buffers()
@@ -186,6 +205,7 @@ def traced_fp8(x: Tensor, held: Packed | Fp8Weight, bias: Tensor | None, out_dty
     else:
         every = {"data": held.data, "scale": held.scale, "pre_scale": held.pre_scale}
         layout, buffers = FP8, {name: buffer for name, buffer in every.items() if buffer is not None}
-    to = x.dtype if out_dtype is None else out_dtype
-    y: Tensor = linear_fp8_op(x, layout, *held.shape, ",".join(buffers), list(buffers.values()), bias, to)
+    n, k = _matrix(held.shape)
+    to = _dtype(x, out_dtype)
+    y: Tensor = linear_fp8_op(x, layout, n, k, ",".join(buffers), list(buffers.values()), bias, to)
     return y

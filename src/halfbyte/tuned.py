@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from math import log
@@ -174,11 +175,37 @@ def text(held: Mapping[str, Any]) -> str:
     )
 
 
-def write(path: Path, held: Mapping[str, Any]) -> None:
-    """A file of a content, all of it or nothing; TargetError where it cannot be."""
-    made = None
+def check_place(path: Path) -> None:
+    """TargetError where a file cannot be written, as far as that can be told without writing."""
+    try:
+        there = next(folder for folder in path.absolute().parents if folder.exists())
+    except OSError as error:
+        raise TargetError("choices of kernels cannot be written", file=str(path), got=error.strerror) from error
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        reason = "it may not be written to" if there.is_dir() else "it is no folder"
+        raise TargetError("choices of kernels cannot be written", file=str(path), got=f"{there}, and {reason}")
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """While no other process that asks for this writes a file in the same folder; TargetError where that cannot be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+    except OSError as error:
+        raise TargetError("choices of kernels cannot be written", file=str(path), got=error.strerror) from error
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def write(path: Path, held: Mapping[str, Any]) -> None:
+    """A file of a content in a folder that is there, all of it or nothing; TargetError where it cannot be."""
+    made = None
+    try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             made = file.name
             file.write(text(held))

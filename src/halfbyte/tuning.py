@@ -11,17 +11,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import isnan
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from halfbyte.errors import HalfbyteError, NoKernelError, UsageError
+from halfbyte.errors import HalfbyteError, NoKernelError, TargetError, UsageError
 from halfbyte.findings import Report
 from halfbyte.fp8_ops import FEWEST
 from halfbyte.kernels import KERNELS, Call, Fp8Call, Kernel
 from halfbyte.kernels.cuda import choices
 from halfbyte.layouts import Columns, Fragments, Layout
 from halfbyte.numerics import BLOCK
-from halfbyte.tuned import in_microseconds, merge, words, write
+from halfbyte.tuned import alone, check_place, in_microseconds, merge, words, write
 
 SHAPES: Final = (
     *((4096, 4096), (14336, 4096), (28672, 8192), (248077, 4096), (4096, 14336), (8192, 28672)),
@@ -64,6 +65,11 @@ class Options:
     out: Path | None = None
 
     def __post_init__(self) -> None:
+        for name in ("shapes", "rows", "precisions"):
+            if not getattr(self, name):
+                raise UsageError(f"no {name} to measure", hint="see: halfbyte tune --help")
+        if isnan(self.seconds):
+            raise UsageError("the budget is no number of seconds", got=self.seconds)
         for n, k in self.shapes:
             if n < 1 or k < 1 or k % BLOCK:
                 raise UsageError("unknown shape", got=f"{n}x{k}", expected=f"N from 1 and K a multiple of {BLOCK}")
@@ -177,26 +183,27 @@ def tune(
         clock: seconds.
 
     Returns:
-        A report; its facts are "gpu", "capability", "out", "command", "seconds", "measured" (how many configurations),
-        "wrong" and "failed" (a line for each that was not chosen for that), "left_out" (shapes that were not measured,
-        for lack of time), "choices" (a row for each range: op, shape, first, last, kernel, configuration,
-        microseconds) and "times" (all: op, shape, kernel, rows, configuration, microseconds).
+        A report; its facts are "gpu", "capability", "out", "repeat" (the command), "seconds", "measured" (how many
+        configurations), "wrong" and "failed" (a line for each that was not chosen for that), "left_out" (shapes that
+        were not measured, for lack of time), "choices" (a row for each range: op, shape, first, last, kernel,
+        configuration, microseconds) and "times" (all: op, shape, kernel, rows, configuration, microseconds).
 
     Raises:
         UsageError: no kernel of that name, or a place for the file that cannot be.
         NoKernelError: no kernel has configurations for any of the calls.
         FormatError: the file is there and damaged.
-        TargetError: it cannot be written.
+        TargetError: it cannot be read or written; before anything is measured, as far as that can be told.
     """
     start = clock()
     out = options.out or choices.user_file()
     if out is None:
         raise UsageError("there is no place for the choices", got="HALFBYTE_CHOICES=none", hint="name one with --out")
-    held = choices.load(out) if out.exists() else {"format": choices.FORMAT, "measurements": {}, "choices": []}
+    _content(out)
     work = list(planned(options, machine.capability))
+    check_place(out)
     measurement = {**machine.facts, "date": time.strftime("%Y-%m-%d", time.gmtime()), "command": options.command}
     facts: dict[str, Any] = {
-        "gpu": measurement["gpu"], "capability": machine.capability, "out": str(out), "command": options.command,
+        "gpu": measurement["gpu"], "capability": machine.capability, "out": str(out), "repeat": options.command,
         "measured": 0, "wrong": [], "failed": [], "left_out": [],
     }  # fmt: skip
     total = sum(one.count for one in work)
@@ -217,11 +224,13 @@ def tune(
                 facts["left_out"].append(f"{one}: {why}")
     finally:
         machine.close()
-    facts["choices"] = [
-        row for one in work if one.done and one.times for row in _into(held, one, measurement, options.dtype)
-    ]
-    if facts["choices"]:
-        write(out, held)
+    facts["choices"] = []
+    done = [one for one in work if one.done and one.times]
+    if done:
+        with alone(out):  # another run may have written since
+            held = _content(out)
+            facts["choices"] = [row for one in done for row in _into(held, one, measurement, options.dtype)]
+            write(out, held)
     facts["seconds"] = round(clock() - start, 1)
     facts["times"] = [
         {"op": one.call.op, "shape": one.shape, "kernel": name, "rows": rows, "configuration": words(made),
@@ -230,6 +239,21 @@ def tune(
         for rows, times in by_rows.items() for made, seconds in times.items()
     ]  # fmt: skip
     return Report("tune", facts=facts)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """What a file holds, or one that is not there yet would.
+
+    Raises:
+        FormatError: it is damaged.
+        TargetError: it cannot be read.
+    """
+    try:
+        return choices.load(path)
+    except FileNotFoundError:
+        return {"format": choices.FORMAT, "measurements": {}, "choices": []}
+    except OSError as error:
+        raise TargetError("choices of kernels cannot be read", file=str(path), got=error.strerror) from error
 
 
 def _into(held: dict[str, Any], one: _Shape, measurement: Mapping[str, Any], dtype: str) -> Iterator[dict[str, Any]]:

@@ -92,7 +92,10 @@ class Gpu:
                 if source.key not in self._compiled:
                     kernel = source.kernel.__module__, source.kernel.__name__
                     how = dict(source.signature), dict(source.constants), dict(source.options)
-                    future = self._pool.submit(launch.compile_named, job.call.capability, *kernel, *how)
+                    try:
+                        future = self._pool.submit(launch.compile_named, job.call.capability, *kernel, *how)
+                    except BrokenProcessPool as error:
+                        raise LostError("a process that compiles has ended", got=str(error)) from error
                     self._compiled[source.key] = future
 
     def _why_not(self, job: Job) -> str:
@@ -107,6 +110,15 @@ class Gpu:
 
     def measure(self, jobs: Sequence[Job]) -> list[Result]:
         """Check and time jobs of one shape, M and op."""
+        try:
+            return self._measured(jobs)
+        except LostError:
+            raise
+        except Exception as error:  # of memory, or of a kernel that was right at first
+            self._alive(error)
+            return [Result(why=_line(error))] * len(jobs)
+
+    def _measured(self, jobs: Sequence[Job]) -> list[Result]:
         call = jobs[0].call
         results: dict[Job, Result] = {}
         ready: dict[Job, timing.Timed] = {}

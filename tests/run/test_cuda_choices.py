@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from dataclasses import dataclass, fields, replace
@@ -153,8 +154,13 @@ class TestFile:
             ({"kernels": {"a": {"measurement": "none", "from": 1, "rows": []}}}, "KeyError: 'none'"),
             ({"kernels": {"a": {"measurement": "h200", "rows": []}}}, "KeyError: 'from'"),
             ({"kernels": []}, "AttributeError: 'list' object has no attribute 'items'"),
-            ({"shape": [0, 64]}, "ValueError: no shape of a weight: 0, 64"),
+            ({"shape": [0, 64]}, "ValueError: N is a whole number from 1 on, not 0"),
             ({"dtypes": None}, "TypeError: cannot unpack non-iterable NoneType object"),
+            ({"shape": [64, 1.5]}, "ValueError: K is a whole number from 1 on, not 1.5"),
+            ({"op": ["linear"]}, "TypeError: ['linear'] is no text"),
+            ({"capability": "90"}, "ValueError: a compute capability is a whole number from 1 on, not '90'"),
+            ({"dtypes": "bfloat16"}, "TypeError: 'bfloat16' is no list of dtypes"),
+            ({"dtypes": ["bfloat16", None]}, "TypeError: None is no text"),
             ({"dtypes": []}, "ValueError: not enough values to unpack (expected at least 1, got 0)"),
             ({"shape": [1, 64, 64]}, "ValueError: too many values to unpack (expected 2"),
             *(
@@ -175,6 +181,23 @@ class TestFile:
                 {"kernels": {"a": {"measurement": "h200", "from": 1, "rows": [{"to": None, "configuration": {}}]}}},
                 "KeyError: 'microseconds'",
             ),
+            *(
+                (
+                    {"kernels": {"a": {"measurement": "h200", "from": first, "rows": rows(end, None)}}},
+                    f"ValueError: M of a is a whole number from 1 on, not {wrong}",
+                )
+                for first, end, wrong in ((0, 8, 0), (1.5, 8, 1.5), (1, 8.5, 8.5), (1, True, True))
+            ),
+            *(
+                ({"kernels": {"a": {"measurement": "h200", "from": 1, "rows": [rows(None)[0] | change]}}}, message)
+                for change, message in (
+                    ({"microseconds": {"1": 0}}, "ValueError: microseconds are a number above 0, not 0"),
+                    ({"microseconds": {"1": math.nan}}, "ValueError: microseconds are a number above 0, not nan"),
+                    ({"microseconds": {"1": "5"}}, "ValueError: microseconds are a number above 0, not '5'"),
+                    ({"microseconds": {"0": 5}}, "ValueError: M is a whole number from 1 on, not 0"),
+                    ({"configuration": []}, "TypeError: [] is no configuration of a"),
+                )
+            ),
         ],
     )
     def test_a_damaged_entry(self, changes, message, measured, tmp_path):
@@ -182,6 +205,26 @@ class TestFile:
             measured(entry([64, 64], (None, "a", {}, {})) | changes)
         said = f"{tmp_path / 'choices.json'}: damaged choices of kernels: got {message}"
         assert str(caught.value).startswith(said)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"multiprocessors": 0}, "ValueError: multiprocessors is a whole number from 1 on, not 0"),
+            ({"multiprocessors": None}, "ValueError: multiprocessors is a whole number from 1 on, not None"),
+            ({"gpu": ["H200"]}, "TypeError: ['H200'] is no text"),
+        ],
+    )
+    def test_a_damaged_measurement(self, change, message, tmp_path):
+        held = content() | {"measurements": {"h200": MEASURED | change}}
+        (tmp_path / "some.json").write_text(json.dumps(held))
+        with pytest.raises(FormatError) as caught:
+            choices.read(tmp_path / "some.json")
+        assert f"damaged choices of kernels: got {message}; {WHAT_TO_DO}" in str(caught.value)
+
+    def test_one_that_is_too_deep(self, tmp_path):
+        (tmp_path / "some.json").write_text("[" * 200_000)
+        with pytest.raises(FormatError, match="damaged choices of kernels: got RecursionError"):
+            choices.read(tmp_path / "some.json")
 
     def test_a_measurement_without_its_provenance(self, tmp_path):
         held = content() | {"measurements": {"h200": {"gpu": "NVIDIA H200", "date": "today"}}}
@@ -276,15 +319,23 @@ class TestUsersFile:
         own.write_text("{")
         with pytest.raises(FormatError, match="damaged choices of kernels"):
             choices.pick(self.call())
+        for precision in ("exact", "fp8"):  # what is not on a GPU needs none
+            assert plan("linear", pack(random_weight(16, 16)), rows=1, precision=precision).kernel
         own.write_text(json.dumps({"choices": []}))
         with pytest.raises(FormatError, match="in another format, expected 2; delete the file, and run halfbyte tune"):
             choices.pick(self.call())
 
-    def test_fields_that_a_kernel_no_longer_has(self, user):
-        own = user(own_entries=[entry([64, 64], (None, "few", {"lanes": 4}, {}))])
+    @pytest.mark.parametrize("made", [{"lanes": 4}, {"warps": 3}, {"warps": "4"}, {"tiles": [1]}])
+    def test_a_configuration_that_a_kernel_does_not_have(self, made, user):
+        own = user(own_entries=[entry([64, 64], (None, "few", made, {}))])
         with pytest.raises(FormatError) as caught:
-            choices.configured(self.call(), "few", Made())
-        assert str(caught.value) == (f"{own}: choices that few does not have: got {{'lanes': 4}}; {WHAT_TO_DO}")
+            choices.configured(self.call(), "few", Made(), KNOWN)
+        assert str(caught.value) == (f"{own}: choices that few does not have: got {made}; {WHAT_TO_DO}")
+
+    def test_a_configuration_is_one_of_the_kernels_own(self, user):
+        user(own_entries=[entry([64, 64], (None, "few", {"warps": 8.0}, {}))])
+        found = choices.configured(self.call(), "few", Made(), KNOWN)
+        assert (found, type(found.warps)) == (Made(8, 1), int)
 
     def test_doctor_tells_both(self, user):
         own = user(
@@ -375,6 +426,9 @@ class Made:
     tiles: int = 1
 
 
+KNOWN = tuple(Made(warps, tiles) for warps in (4, 8) for tiles in (1, 2, 3, 4, 8))
+
+
 def for_gpus(name, *, most_rows=None, scratch=None):
     """A kernel as those for GPUs are."""
 
@@ -396,7 +450,7 @@ def for_gpus(name, *, most_rows=None, scratch=None):
         load=lambda call: None,
         launch=run,
         cost=linear_cost,
-        configure=lambda call: choices.configured(call, name, Made(tiles=2 if call.rows > 8 else 1)),
+        configure=lambda call: choices.configured(call, name, Made(tiles=2 if call.rows > 8 else 1), KNOWN),
         scratch=scratch,
     )
 
@@ -477,12 +531,10 @@ class TestOrder:
         measured(entry([64, 64], (None, "few", {"warps": 8}, {})))
         call = call_like(shape=(64, 64), capability=90)
         there, elsewhere = call, replace(call, shape=(64, 128))
-        default = Made(tiles=3)
-        assert [choices.configured(c, "few", default, model=True) for c in (there, elsewhere)] == [
-            Made(warps=8),
-            default,
-        ]
-        assert [choices.configured(c, "few", default) for c in (there, elsewhere)] == [Made(warps=8)] * 2
+        default, known = Made(tiles=3), (Made(tiles=3), Made(warps=8))
+        found = [choices.configured(c, "few", default, known, model=True) for c in (there, elsewhere)]
+        assert found == [Made(warps=8), default]
+        assert [choices.configured(c, "few", default, known) for c in (there, elsewhere)] == [Made(warps=8)] * 2
 
 
 @pytest.mark.usefixtures("table")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte import fp8_ops, kernels
+from halfbyte import fp8_ops, kernels, remembered
 from halfbyte.errors import NoKernelError, UsageError
 from halfbyte.kernels import Fp8Args, Kernel, fp8, select
 from halfbyte.kernels.cuda import choices
@@ -323,6 +323,7 @@ class TestChoice:
                 for rows, chosen in expected.items():
                     call = fp8_call_like(shape=(4096, 4096), rows=rows)
                     assert (fp8_ops.kernel_for(call) is not None) == chosen, (shape, rows)
+                    assert fp8_ops.slower(call) == (None if chosen else "gluon-stand-in"), (shape, rows)
                 assert choices.measured(fp8_call_like(shape=(4096, 4096), rows=512), "gluon-stand-in")[0] == shape
                 half = choices.measured(fp8_ops.exact(fp8_call_like(shape=(64, 64), rows=512)), "triton-gemm")
                 assert half == ((4096, 4096), pytest.approx(20.0))
@@ -394,6 +395,17 @@ class TestRemembered:
         assert memo["int8"] == 1
         assert ("fp8", 599) in memo
         assert (0, "own") not in memo
+
+    def test_another_thread_may_forget_the_same_meanwhile(self):
+        class Shared(dict):
+            def __iter__(self):
+                found = list(dict.__iter__(self))
+                self.clear()
+                return iter(found)
+
+        memo = Shared({(i,): print for i in range(300)})
+        remembered.keep(memo, ("new",), print)
+        assert dict.items(memo) == {("new",): print}.items()
 
     def test_a_twin_is_copied_and_pickled_without_it(self, fast):
         w = self.held("twin")
@@ -478,6 +490,24 @@ class TestPlan:
         packed.buffers()["scales"].add_(1)
         assert "0.5000 of its norm" in plan("linear", packed, rows=4, precision="fp8").notes[0]
 
+    def test_it_says_that_fp8_was_measured_to_be_no_faster(self, fast, monkeypatch):
+        monkeypatch.setattr(fp8_ops, "_slower", lambda kernel, call: True)
+        for rows, said in ((512, True), (255, False)):
+            chosen = plan("linear", hb.pack(random_weight(20, 32)), rows=rows, precision="fp8", device="cuda:sm_90")
+            assert chosen.kernel == "reference-torch"
+            line = "gluon-stand-in", "was measured to be no faster than reference-torch here"
+            assert (line in chosen.refusals) == said
+
+    def test_meta_tensors(self):
+        """Shapes alone, as with exact kernels."""
+        packed = hb.pack(random_weight(20, 32).torch()).to("meta")
+        y = linear(torch.ones(3, 32, device="meta"), packed, precision="fp8")
+        assert (y.device.type, y.shape, y.dtype) == ("meta", (3, 20), torch.float32)
+        for device in ("meta", "cpu"):
+            notes = plan("linear", packed, rows=3, precision="fp8", device=device).notes
+            assert notes[0] == "error of the weight by rounding to FP8: unknown: a meta tensor has no values"
+            assert plan("linear", packed, rows=3, device=device).kernel
+
     def test_a_twin(self):
         twin = hb.to_fp8(self.w)
         chosen = plan("linear", twin, rows=4)
@@ -561,6 +591,18 @@ class TestErrors:
             linear([1.0], twin)
         with pytest.raises(UsageError, match=r"out does not fit the weight and x: got \(2, 19\)"):
             Fp8Args(x=self.x, weight=twin, bias=None, out=np.empty((2, 19), np.float32))
+
+    @pytest.mark.parametrize("weight", [hb.pack(w), hb.to_fp8(w)])
+    def test_what_is_no_dtype_or_precision(self, weight):
+        for out_dtype in (5, [], {}):
+            with pytest.raises(UsageError) as caught:
+                linear(self.x, weight, out_dtype=out_dtype, precision="fp8")
+            assert str(caught.value) == (
+                f"out_dtype is unknown: got {out_dtype}, expected float32 or bfloat16 or float16"
+            )
+        for precision in (8, [], {}):
+            with pytest.raises(UsageError, match=re.escape(f"unknown precision: got {precision}, expected 'exact'")):
+                linear(self.x, weight, precision=precision)
 
     def test_a_twin_that_is_not_row_major(self):
         data = np.zeros((32, 20), np.uint8).T

@@ -458,13 +458,22 @@ class TestPlan:
         [
             ({"op": "convolve"}, "unknown op: got 'convolve', expected linear or embedding"),
             ({"rows": -1}, "rows cannot be negative: got -1"),
+            ({"rows": 1.5}, "rows are a whole number: got 1.5"),
+            ({"rows": "1"}, "rows are a whole number: got '1'"),
+            ({"library": "jax"}, "unknown library: got 'jax', expected 'numpy' or 'torch'"),
             ({"dtype": "int8"}, "dtype is unknown: got int8, expected float32 or bfloat16 or float16"),
+            ({"dtype": None}, "dtype is unknown: got None, expected float32 or bfloat16 or float16"),
+            ({"dtype": 5}, "dtype is unknown: got 5, expected float32 or bfloat16 or float16"),
+            ({"out_dtype": []}, "out_dtype is unknown: got [], expected float32 or bfloat16 or float16"),
         ],
     )
     def test_arguments_that_cannot_be_meant(self, changes, message):
         with pytest.raises(UsageError) as caught:
             plan(**({"op": "linear", "weight": self.packed, "rows": 1} | changes))
         assert str(caught.value) == message
+
+    def test_rows_may_be_any_whole_number(self):
+        assert plan("linear", self.packed, rows=np.int64(4), device="cuda:sm_90").call.rows == 4
 
     def test_torch_dtypes_and_devices_are_understood(self):
         call = plan("linear", self.packed, rows=1, dtype=torch.float16, device=torch.device("cpu", 0)).call

@@ -207,6 +207,49 @@ class TestCompile:
         x = torch.from_numpy(activations(3, 64)).bfloat16()
         assert torch.equal(compiled(x), hb.linear(x, packed, out_dtype="float32") + 1)
 
+    @pytest.mark.parametrize("precision", ["exact", "fp8"])
+    @pytest.mark.parametrize("out_dtype", ["bfloat16", torch.bfloat16, None])
+    def test_any_name_of_a_dtype(self, precision, out_dtype):
+        packed, x = hb.pack(weight()).to("cpu"), torch.from_numpy(activations(3, 64))
+
+        def call(x):
+            return hb.linear(x, packed, out_dtype=out_dtype, precision=precision)
+
+        y = torch.compile(call, fullgraph=True, backend="eager")(x)
+        assert y.dtype == (torch.bfloat16 if out_dtype else torch.float32)
+        assert torch.equal(y, call(x))
+
+    @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+    @pytest.mark.parametrize("precision", ["exact", "fp8"])
+    def test_what_cannot_be_is_told(self, precision):
+        w = weight()
+        packed, experts = hb.pack(w).to("cpu"), hb.pack(hb.Weight.stack([w, w])).to("cpu")
+        x = torch.from_numpy(activations(3, 64))
+        with pytest.raises(UsageError, match="out_dtype is unknown: got float64, expected float32 or bfloat16"):
+            torch.compile(
+                lambda x: hb.linear(x, packed, out_dtype=torch.float64, precision=precision), backend="eager"
+            )(x)
+        with pytest.raises(UsageError, match=r"linear takes one matrix: got \(2, 48, 64\), expected \(N, K\); apply"):
+            torch.compile(lambda x: hb.linear(x, experts, precision=precision), backend="eager")(x)
+
+    def test_calls_on_a_twin_are_remembered_with_its_data(self):
+        from halfbyte import torch_ops
+
+        twin = hb.to_fp8(weight().torch())
+        of = torch_ops.FP8, 48, 64, "data,scale", [twin.data, twin.scale]
+        x = torch.from_numpy(activations(3, 64))
+        seen = []
+
+        def compute(x, twin, bias, to):
+            seen.append(twin.memo)
+            return torch.zeros(3, 48)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch_ops.fp8_ops, "compute", compute)
+            torch_ops.linear_fp8_op(x, *of, None, torch.float32)
+            torch_ops.linear_fp8_op(x, *of, None, torch.float32)
+        assert seen[0] is seen[1] is torch_ops._memo_of(twin.data)
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_opcheck(self, dtype):
         from halfbyte.torch_ops import linear_op

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -280,6 +283,64 @@ class TestTune:
         assert file.read_text() == before
         assert [one.name for one in tmp_path.iterdir()] == ["made.json"]
 
+    def test_what_another_run_has_written_meanwhile_stays(self, tmp_path):
+        def seconds(job):
+            if job.call.rows == 32:
+                tune(options(tmp_path, shapes=((128, 64),)), Fake())
+            return 1e-6
+
+        tune(options(tmp_path), Fake(seconds))
+        assert {entry.shape for entry in choices.read(tmp_path / "made.json")} == {(64, 64), (128, 64)}
+
+    def test_two_that_write_at_once_take_turns(self, tmp_path):
+        file, order = tmp_path / "made.json", []
+
+        def second():
+            tune(options(tmp_path, shapes=((128, 64),)), Fake())
+            order.append("second")
+
+        other = threading.Thread(target=second)
+        with tuned.alone(file):
+            other.start()
+            other.join(0.2)
+            order.append("first")
+        other.join()
+        assert order == ["first", "second"]
+        assert [one.name for one in tmp_path.iterdir()] == ["made.json"]
+
+    def test_a_place_that_cannot_be_is_told_before_anything_is_measured(self, tmp_path, monkeypatch):
+        (tmp_path / "file").write_text("")
+        asked = []
+        monkeypatch.setattr(tuned.os, "access", lambda folder, mode: asked.append(folder) or folder != tmp_path)
+        cannot = "choices of kernels cannot be written: got"
+        for out, words in (
+            (tmp_path, "choices of kernels cannot be read: got Is a directory"),
+            (tmp_path / "file" / "made.json", "choices of kernels cannot be read: got Not a directory"),
+            (tmp_path / "new" / "made.json", f"{cannot} {tmp_path}, and it may not be written to"),
+            (Path("/dev/full"), "choices of kernels cannot be read: got It is no regular file"),
+            (tmp_path / ("x" * 300), "choices of kernels cannot be read: got File name too long"),
+        ):
+            machine = Fake()
+            with pytest.raises(TargetError) as caught:
+                tune(options(tmp_path, out=out), machine)
+            assert (str(caught.value), machine.compiled, machine.measured) == (f"{out}: {words}", [], [])
+        assert asked == [tmp_path]
+        assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+    def test_ctrl_c_ends_the_machine_and_leaves_the_file(self, tmp_path):
+        tune(options(tmp_path), Fake())
+        before = (tmp_path / "made.json").read_text()
+
+        def seconds(job):
+            if job.call.rows == 8:
+                raise KeyboardInterrupt
+            return 1e-3
+
+        machine = Fake(seconds)
+        with pytest.raises(KeyboardInterrupt):
+            tune(options(tmp_path), machine)
+        assert (machine.closed, (tmp_path / "made.json").read_text()) == (True, before)
+
     def test_the_users_file_by_default(self, tmp_path, monkeypatch):
         monkeypatch.setenv("HALFBYTE_CHOICES", str(tmp_path / "new" / "mine.json"))
         report = tune(options(tmp_path, out=None), Fake())
@@ -296,6 +357,9 @@ class TestTune:
             ({"rows": (4, 0)}, "rows are 1 or more: got 0"),
             ({"dtype": "float32"}, "unknown dtype of activations: got float32, expected bfloat16 or float16"),
             ({"precisions": ("int8",)}, "unknown precision: got int8, expected exact or fp8"),
+            ({"shapes": ()}, "no shapes to measure; see: halfbyte tune --help"),
+            ({"rows": ()}, "no rows to measure; see: halfbyte tune --help"),
+            ({"seconds": math.nan}, "the budget is no number of seconds: got nan"),
             ({"kernels": ("none",)}, "unknown kernel: got none, expected decode or gemm"),
         ],
     )
@@ -408,6 +472,27 @@ class TestGpu:
         assert failed == Result(why="too many registers")
         assert machine._of_shape(jobs[0].call) is machine._of_shape(jobs[0].call)
         machine.close()
+
+    def test_what_does_not_fit_the_memory_is_told(self, monkeypatch):
+        """The others of a run go on."""
+        machine = tuning_cuda.Gpu(workers=1, device="cpu")
+        job = Job(CPU, call_like(layout=parse("fragments"), shape=(48, 64), rows=3), Few(1))
+
+        def too_much(call):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.\nSee the manual.")
+
+        monkeypatch.setattr(machine, "_of_shape", too_much)
+        assert (
+            machine.measure([job, job])
+            == [Result(why="OutOfMemoryError: CUDA out of memory. Tried to allocate 1 TiB.")] * 2
+        )
+
+        def lost(call):
+            raise LostError("the GPU is lost")
+
+        monkeypatch.setattr(machine, "_of_shape", lost)
+        with pytest.raises(LostError):
+            machine.measure([job])
 
     def test_fp8_is_held_against_the_quantized_values(self):
         weights = trials.Weights(64, 64, 0.001, "cpu")
@@ -534,7 +619,8 @@ class TestCommand:
         assert ["wrote", str(file)] in lines
         assert [entry.shape for entry in choices.read(file)] == [(64, 64), (96, 128), (4096, 4096)]
         document = call(*arguments, "--kernels", "gemm", "--budget", "100", "--json").document
-        assert document["command"] == "tune" or document["ok"]
+        assert (document["command"], document["ok"]) == ("tune", True)
+        assert document["repeat"] == "halfbyte tune --shapes 64x64,96x128,4096x4096 --rows 1,32 --kernels gemm"
         assert {row["kernel"] for row in document["times"]} == {"gemm"}
         quiet = call(*arguments, "--quiet")
         assert (quiet.rc, quiet.stdout, quiet.stderr) == (0, "", "")
@@ -545,6 +631,9 @@ class TestCommand:
             (("--shapes", "64"), "not a number: got ''; see: halfbyte tune --help"),
             (("--shapes", "axb"), "not a number: got 'a'; see: halfbyte tune --help"),
             (("--shapes", "64x65"), "unknown shape: got 64x65, expected N from 1 and K a multiple of 16"),
+            (("--rows", ","), "no rows to measure; see: halfbyte tune --help"),
+            (("--shapes", ""), "no shapes to measure; see: halfbyte tune --help"),
+            (("--budget", "nan"), "the budget is no number of seconds: got nan"),
             (("--rows", "1,x"), "not a number: got 'x'; see: halfbyte tune --help"),
             (("--precision", "int8"), "unknown precision: got int8, expected exact or fp8"),
             (("--workers", "0"), "workers are 1 or more: got 0"),

@@ -300,7 +300,7 @@ def version_of(weight: Packed) -> int:
 def odd_scales(weight: Packed) -> bool:
     """Whether some block scale is negative or NaN; looked for once in a buffer, and after torch wrote to it."""
     scales = weight.buffers().get("scales")
-    if scales is None:
+    if scales is None or getattr(scales, "is_meta", False):
         return False
     version = version_of(weight)
     known = weight.memo.get("odd_scales")

@@ -25,10 +25,13 @@ was not measured: how full the last wave of tiles is changes from one N to the n
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf, log2
@@ -147,10 +150,13 @@ def read(path: Path) -> tuple[Entry, ...]:
 
 def load(path: Path) -> dict[str, Any]:
     """A file's JSON, of which ``read`` makes entries; raises as that."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe or a device, which may have no end
+        raise OSError(errno.EINVAL, "It is no regular file")
     try:
         held: dict[str, Any] = json.loads(path.read_text())
         found = held.get("format")
-    except (AttributeError, ValueError) as error:
+    except (AttributeError, ValueError, RecursionError) as error:
         raise _damaged(path, error) from error
     if found != FORMAT:
         raise FormatError(
@@ -172,11 +178,17 @@ def _entries(held: dict[str, Any], path: Path) -> Iterator[Entry]:
         for measurement in held["measurements"].values():
             if set(measurement) != set(PROVENANCE):
                 raise ValueError(f"a measurement states {', '.join(PROVENANCE)}, not {', '.join(measurement)}")
+            _count(measurement["multiprocessors"], "multiprocessors")
+            _text(*(of for name, of in measurement.items() if name != "multiprocessors"))
         for entry in held["choices"]:
             n, k = entry["shape"]
-            if n < 1 or k < 1:
-                raise ValueError(f"no shape of a weight: {n}, {k}")
+            _count(n, "N")
+            _count(k, "K")
+            if isinstance(entry["dtypes"], str):
+                raise TypeError(f"{entry['dtypes']!r} is no list of dtypes")
             measured, *others = entry["dtypes"]
+            _text(entry["op"], measured, *others)
+            _count(entry["capability"], "a compute capability")
             kernels = {}
             for name, of_kernel in entry["kernels"].items():
                 measurement = held["measurements"][of_kernel["measurement"]]
@@ -186,15 +198,39 @@ def _entries(held: dict[str, Any], path: Path) -> Iterator[Entry]:
         raise _damaged(path, error) from error
 
 
+def _count(value: Any, what: str) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{what} is a whole number from 1 on, not {value!r}")
+
+
+def _text(*values: Any) -> None:
+    for value in values:
+        if not isinstance(value, str):
+            raise TypeError(f"{value!r} is no text")
+
+
+def _microseconds(held: dict[str, Any]) -> dict[int, float]:
+    times = {int(rows): us for rows, us in held.items()}
+    for rows, us in times.items():
+        _count(rows, "M")
+        if isinstance(us, bool) or not isinstance(us, int | float) or not 0 < us < inf:
+            raise ValueError(f"microseconds are a number above 0, not {us!r}")
+    return {rows: float(us) for rows, us in times.items()}
+
+
 def _ranges(
     kernel: str, held: dict[str, Any], shape: tuple[int, int], dtype: str, measurement: dict[str, Any], path: Path
 ) -> Iterator[Range]:
     first, ends = held["from"], [one["to"] for one in held["rows"]]
+    for end in (first, *(end for end in ends if end is not None)):
+        _count(end, f"M of {kernel}")
     rising = [first - 1, *(inf if end is None else end for end in ends)]
     if not ends or any(last >= end for last, end in pairwise(rising)):
         raise ValueError(f"rows of {kernel} do not rise: from {first} to {ends}")
     for one in held["rows"]:
-        times = {int(rows): float(us) for rows, us in one["microseconds"].items()}
+        if not isinstance(one["configuration"], dict):
+            raise TypeError(f"{one['configuration']!r} is no configuration of {kernel}")
+        times = _microseconds(one["microseconds"])
         choice = Choice(kernel, dict(one["configuration"]), times, shape, dtype, measurement, path)
         yield Range(first, one["to"], choice)
         first = (one["to"] or 0) + 1
@@ -253,6 +289,8 @@ def _by_distance(op: str, capability: int, shape: tuple[int, int], dtype: str) -
 
 
 def _near(call: Call) -> tuple[Entry, ...]:
+    if not call.capability:  # on a CPU, which no file is about
+        return ()
     return _by_distance(call.op, call.capability, (call.shape[-2], call.shape[-1]), call.dtype)
 
 
@@ -285,24 +323,26 @@ def measured(call: Call, kernel: str) -> tuple[tuple[int, int], float] | None:
     return None
 
 
-def configured(call: Call, kernel: str, default: C, *, model: bool = False) -> C:
+def configured(call: Call, kernel: str, default: C, known: Collection[C], *, model: bool = False) -> C:
     """The configuration of a kernel, a frozen dataclass, for a call.
 
     Args:
         call: what is computed.
         kernel: its name.
-        default: where nothing was measured.
+        default: where nothing was measured; of the class that the call takes.
+        known: the configurations that there are.
         model: the default is better than what was measured at another shape.
 
     Raises:
-        FormatError: a file has fields that the kernel has not.
+        FormatError: a file has one that the kernel has not.
     """
     found = choice(call, kernel)
     if found is None or (model and found.shape != tuple(call.shape[-2:])):
         return default
-    try:
-        return type(default)(**found.configuration)
-    except TypeError as error:
-        raise FormatError(
-            f"choices that {kernel} does not have", file=str(found.file), got=found.configuration, hint=_HINT
-        ) from error
+    made = None
+    with suppress(TypeError):
+        made = type(default)(**found.configuration)
+    for one in known:
+        if one == made:
+            return one
+    raise FormatError(f"choices that {kernel} does not have", file=str(found.file), got=found.configuration, hint=_HINT)

@@ -69,7 +69,7 @@ class Many:
     group: int = 8
 
 
-CONFIGURATIONS: Final = (
+CONFIGURATIONS: Final[tuple[Few | Many, ...]] = (
     *(Few(*fields) for fields in ((8, 8, 1), (8, 4, 2), (4, 16, 1), (4, 8, 1))),
     *(Many(*fields) for fields in ((64, 128, 64, 3, 4), (128, 128, 64, 3, 8))),
 )
@@ -136,7 +136,7 @@ def _pitch(call: Call) -> tuple[int, int]:
 def configure(call: Call) -> Few | Many:
     """The configuration for a call."""
     default: Few | Many = Few() if call.rows <= FEW_ROWS else Many()
-    return choices.configured(call, NAME, default)
+    return choices.configured(call, NAME, default, CONFIGURATIONS)
 
 
 def configurations(call: Call) -> tuple[Few | Many, ...]:

@@ -88,7 +88,7 @@ def constants(call: Call, made: Decode) -> dict[str, Any]:
 
 def configure(call: Call) -> Decode:
     """The configuration for a call."""
-    return choices.configured(call, NAME, Decode())
+    return choices.configured(call, NAME, Decode(), CONFIGURATIONS)
 
 
 def configurations(call: Call) -> tuple[Decode, ...]:

@@ -164,7 +164,7 @@ def tiles(n: int, made: Decode) -> int:
 
 def configure(call: Call) -> Decode:
     """The configuration for a call."""
-    return choices.configured(call, NAME, FEW if call.rows <= 8 else MANY)
+    return choices.configured(call, NAME, FEW if call.rows <= 8 else MANY, CONFIGURATIONS)
 
 
 def configurations(call: Call) -> tuple[Decode, ...]:

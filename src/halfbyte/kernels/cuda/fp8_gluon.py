@@ -242,7 +242,7 @@ def configure(call: Fp8Call) -> Fp8:
         part = held.share * step + (PART[0] + PART[1] * held.parts) * tokens
         return tiles + -(-held.split * held.parts // processors) * part
 
-    return choices.configured(call, NAME, min(configurations(call), key=time), model=True)
+    return choices.configured(call, NAME, min(configurations(call), key=time), CONFIGURATIONS, model=True)
 
 
 def configurations(call: Fp8Call) -> tuple[Fp8, ...]:

@@ -123,7 +123,7 @@ def configure(call: Call) -> Gemm:
         made = Gemm(stripes=4, tokens=tokens, units=1, parts=4, stages=4)
     else:
         made = Gemm(tokens=tokens, parts=1 if n >= 25600 else 2)
-    return choices.configured(call, NAME, made)
+    return choices.configured(call, NAME, made, CONFIGURATIONS)
 
 
 def configurations(call: Call) -> tuple[Gemm, ...]:

@@ -256,7 +256,7 @@ def _by_model(call: Call) -> list[Gemm]:
 
 def configure(call: Call) -> Gemm:
     """The configuration for a call: for shapes that were not measured the best by the model."""
-    return choices.configured(call, NAME, _by_model(call)[0], model=True)
+    return choices.configured(call, NAME, _by_model(call)[0], CONFIGURATIONS, model=True)
 
 
 def configurations(call: Call) -> tuple[Gemm, ...]:
