@@ -323,6 +323,15 @@ def measured(call: Call, kernel: str) -> tuple[tuple[int, int], float] | None:
     return None
 
 
+MANY_ROWS: Final = 4096
+"""More than these run as these do."""
+
+
+def modelled_rows(rows: int) -> int:
+    """For how many rows a model decides: the next power of two, so that what runs does not change with each M."""
+    return min(MANY_ROWS, 1 << max(0, rows - 1).bit_length())
+
+
 def configured(call: Call, kernel: str, default: C, known: Collection[C], *, model: bool = False) -> C:
     """The configuration of a kernel, a frozen dataclass, for a call.
 

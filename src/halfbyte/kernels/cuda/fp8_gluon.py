@@ -232,11 +232,11 @@ def shifted(to: str, word: str, step: Step) -> str:
 
 def configure(call: Fp8Call) -> Fp8:
     """The configuration for a call: for shapes not measured the fastest, by what is known of steps."""
-    n, k = call.shape
+    (n, k), rows = call.shape, choices.modelled_rows(call.rows)
     processors = multiprocessors(None)
 
     def time(made: Fp8) -> float:
-        held = schedule(n, k, call.rows, made.form, processors)
+        held = schedule(n, k, rows, made.form, processors)
         step, tokens = STEP[made.tokens], made.tokens
         tiles = -(-held.whole // processors) * (held.steps * step + PUT * tokens)
         part = held.share * step + (PART[0] + PART[1] * held.parts) * tokens

@@ -250,8 +250,8 @@ def microseconds(n: int, k: int, rows: int, made: Gemm, processors: int) -> floa
 
 def _by_model(call: Call) -> list[Gemm]:
     """All of ``CONFIGURATIONS``, the fastest first."""
-    n, k = call.shape
-    return sorted(CONFIGURATIONS, key=lambda made: microseconds(n, k, call.rows, made, multiprocessors(None)))
+    (n, k), rows = call.shape, choices.modelled_rows(call.rows)
+    return sorted(CONFIGURATIONS, key=lambda made: microseconds(n, k, rows, made, multiprocessors(None)))
 
 
 def configure(call: Call) -> Gemm:
