@@ -22,7 +22,7 @@ import torch
 
 import halfbyte as hb
 from halfbyte.kernels import KERNELS, Fp8Args, LinearArgs
-from halfbyte.kernels.cuda import fp8_gluon, launch
+from halfbyte.kernels.cuda import fp8_gluon, shared
 from halfbyte.kernels.fp8 import quantized
 from halfbyte.kinds import Fp8Weight
 from halfbyte.layouts import Packed, parse
@@ -71,7 +71,7 @@ def case(bundle: Any, form: str, shape: tuple[int, int], rows: int, dtype: str, 
         args = bundle(x=x, weight=held, bias=bias, out=out)
         if kernel.bundle is not bundle or kernel.refuse(args.call()):
             continue
-        launch.forget()
+        shared.forget()
         kernel.run(args)
         error = float((out.double() - expected).norm() / expected.norm())
         wrong = "" if error <= (fp8_gluon.ERROR if fp8 else ERROR[dtype]) else f": WRONG by {error:.2g}"

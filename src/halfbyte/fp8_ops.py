@@ -10,7 +10,7 @@ from halfbyte.errors import NoKernelError
 from halfbyte.kernels import Call, Fp8Args, Fp8Call, Kernel, LinearArgs, forced, fp8, ordered, select
 from halfbyte.kernels.base import capability_of, device_of, library_of, version_of
 from halfbyte.kernels.cuda import choices
-from halfbyte.kernels.cuda.launch import capturing
+from halfbyte.kernels.cuda.shared import capturing
 from halfbyte.kinds import Fp8Weight
 from halfbyte.layouts import Packed
 from halfbyte.lossy import fp8_error

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from halfbyte import fp8_ops, ops
 from halfbyte.errors import UsageError
-from halfbyte.kernels.cuda.launch import keeping_nothing
+from halfbyte.kernels.cuda.shared import keeping_nothing
 from halfbyte.kinds import Fp8Weight
 from halfbyte.layouts import Packed, parse
 from halfbyte.operands import DTYPES, check_arrays, checked_dtype

@@ -130,7 +130,7 @@ CHAINS = {
 In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention.
 What ends in _code is loaded only to run."""
 
-CUDA = {"choices", "launch", "fragments", "fp8_quantize"}
+CUDA = {"choices", "launch", "shared", "fragments", "fp8_quantize"}
 """In kernels.cuda: what every kernel may import, beside its own device code, the file of its name and _code."""
 
 TILED = {"gemm_gluon": {"decode_gluon"}, "fp8_gluon": {"gemm_gluon"}}
@@ -229,7 +229,17 @@ def test_no_star_imports_and_no_registering_decorators(file):
             ]
 
 
-NO_KERNELS = ("base", "compiled", "drawing", "choices", "ceilings", "launch", "fp8_quantize", "fp8_quantize_code")
+NO_KERNELS = (
+    "base",
+    "compiled",
+    "drawing",
+    "choices",
+    "ceilings",
+    "launch",
+    "shared",
+    "fp8_quantize",
+    "fp8_quantize_code",
+)
 TABLES = {"layouts": "LAYOUTS", "recipes": "RECIPES", "dialects": "DIALECTS", "kernels": "KERNELS"}
 
 

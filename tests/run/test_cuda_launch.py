@@ -11,19 +11,9 @@ import torch
 
 from halfbyte.errors import UnavailableError, UsageError
 from halfbyte.kernels import Call
-from halfbyte.kernels.cuda import launch
-from halfbyte.kernels.cuda.launch import (
-    boxes,
-    capturing,
-    compile_for,
-    counters,
-    keeping_nothing,
-    program,
-    unknown,
-    untested,
-    why_not,
-    workspace,
-)
+from halfbyte.kernels.cuda import launch, shared
+from halfbyte.kernels.cuda.launch import boxes, compile_for, program, unknown, untested, why_not
+from halfbyte.kernels.cuda.shared import capturing, counters, keeping_nothing, workspace
 from halfbyte.layouts import Packed
 from halfbyte.lossy import to_fp8
 from halfbyte.ops import pack
@@ -109,9 +99,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: state.current, raising=False)
     monkeypatch.setattr(launch, "_programs", {})
-    monkeypatch.setattr(launch, "_shared", {})
-    monkeypatch.setattr(launch, "_captured", {})
-    monkeypatch.setattr(launch, "capture_of", lambda stream: int(state.capturing))
+    monkeypatch.setattr(shared, "_shared", {})
+    monkeypatch.setattr(shared, "_captured", {})
+    monkeypatch.setattr(shared, "capture_of", lambda stream: int(state.capturing))
     return state
 
 
@@ -387,7 +377,7 @@ def test_memory_for_partial_results_is_a_streams(gpu, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0x99)
     assert workspace(device, 60).numel() == 60
     assert counters(device, 64) is not zeros
-    launch.forget()
+    shared.forget()
     assert workspace(device, 10).numel() == 10
 
 
@@ -401,7 +391,7 @@ def test_memory_of_a_capture_is_the_graphs_own(gpu):
     assert counters(device, 30) is zeros
     gpu.capturing = 2
     assert counters(device, 40) is not zeros
-    assert len(launch._captured) == 1
+    assert len(shared._captured) == 1
     gpu.capturing = False
     assert counters(device, 40) is not zeros
     assert workspace(device, 40) is kept
@@ -440,7 +430,7 @@ def test_the_operators_keep_no_memory(gpu, twin, precision, monkeypatch):
     else:
         torch_ops.traced(torch.ones(3, 64), held.key, held.shape, held.buffers(), None, None)
     assert len(found) == 1
-    assert launch._shared == {}
+    assert shared._shared == {}
 
 
 def test_capturing_asks_the_stream_of_the_device(gpu):

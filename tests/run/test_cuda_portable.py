@@ -16,7 +16,7 @@ from cuda_code import compile_all
 from gpu_codecs import needs_triton
 from halfbyte.errors import NoKernelError
 from halfbyte.kernels import LinearArgs
-from halfbyte.kernels.cuda import columns, decode, gemm, launch
+from halfbyte.kernels.cuda import columns, decode, gemm, shared
 from halfbyte.layouts import Columns, Fragments, Packed, Rows
 from halfbyte.weight import to_numpy
 from helpers_run import call_like, random_weight
@@ -352,10 +352,10 @@ class TestOnGpu:
         sizes = gemm.scratch_of(args.call(), made)
         first = result(kernel, args, made).clone()
         for _ in range(20):
-            launch.workspace(args.x.device, sizes[0]).view(torch.float32).fill_(float("nan"))
+            shared.workspace(args.x.device, sizes[0]).view(torch.float32).fill_(float("nan"))
             args.out.fill_(float("nan"))
             assert torch.equal(result(kernel, args, made), first)
-            assert not launch.counters(args.x.device, sizes[1]).any()
+            assert not shared.counters(args.x.device, sizes[1]).any()
 
     @pytest.mark.parametrize("case", [SOME[1], SOME[3]], ids=named)
     def test_more_results_than_32_bits_count(self, case):

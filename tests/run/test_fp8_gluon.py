@@ -42,7 +42,8 @@ from halfbyte.kernels.cuda.fp8_gluon import (
     table_code,
 )
 from halfbyte.kernels.cuda.gemm_gluon import SHARED
-from halfbyte.kernels.cuda.launch import Tensor, in_turn, options_of
+from halfbyte.kernels.cuda.launch import Tensor, options_of
+from halfbyte.kernels.cuda.shared import in_turn
 from halfbyte.kernels.fp8 import quantized
 from halfbyte.layouts import Fragments, Rows
 from halfbyte.lossy import to_fp8

@@ -15,8 +15,8 @@ class Ceiling:
     Attributes:
         read: bytes a second, of memory that no cache holds.
         start: seconds of a kernel that does nothing.
-        products: floating-point operations a second of its matrix units, on 16-bit floats; on FP8 there are twice as
-            many.
+        products: floating-point operations a second of its matrix units, on 16-bit floats; for FP8 twice as many are
+            assumed, which is what the units are built for, not measured.
     """
 
     read: float

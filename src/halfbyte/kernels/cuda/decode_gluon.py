@@ -42,7 +42,8 @@ from halfbyte.arrays import dtype_name
 from halfbyte.kernels.base import ALIGNED, Call, Kernel, LinearArgs, linear_cost
 from halfbyte.kernels.cuda import choices
 from halfbyte.kernels.cuda.fragments import decode_code, scale_code
-from halfbyte.kernels.cuda.launch import Program, Written, program, why_not
+from halfbyte.kernels.cuda.launch import Program, program, why_not
+from halfbyte.kernels.cuda.shared import Written
 from halfbyte.layouts import Fragments
 from halfbyte.layouts.fragments import FACTOR, STEPS
 from halfbyte.numerics import BLOCK, Array

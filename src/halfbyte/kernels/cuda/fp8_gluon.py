@@ -51,7 +51,8 @@ from halfbyte.kernels.cuda.gemm_gluon import (
     schedule,
     scratch_of,
 )
-from halfbyte.kernels.cuda.launch import Program, boxes, counters, in_turn, program, why_not, workspace
+from halfbyte.kernels.cuda.launch import Program, boxes, program, why_not
+from halfbyte.kernels.cuda.shared import counters, in_turn, workspace
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call, cost
 from halfbyte.kernels.fp8 import refuse as refuse_any
 from halfbyte.layouts import Fragments, Packed

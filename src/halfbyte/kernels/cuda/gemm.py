@@ -24,7 +24,8 @@ from typing import Any, Final
 from halfbyte.kernels.base import ALIGNED, Call, Kernel, LinearArgs, linear_cost
 from halfbyte.kernels.cuda import choices, fragments
 from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT
-from halfbyte.kernels.cuda.launch import Program, counters, in_turn, program, workspace
+from halfbyte.kernels.cuda.launch import Program, program
+from halfbyte.kernels.cuda.shared import counters, in_turn, workspace
 from halfbyte.numerics import Array
 
 NAME: Final = "triton-gemm"

@@ -26,17 +26,8 @@ from typing import Any, Final
 from halfbyte.kernels.base import ALIGNED, Call, Kernel, LinearArgs, linear_cost
 from halfbyte.kernels.cuda import choices, fragments
 from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT, decode_code, scales_code
-from halfbyte.kernels.cuda.launch import (
-    Program,
-    Tensor,
-    Written,
-    boxes,
-    counters,
-    in_turn,
-    program,
-    why_not,
-    workspace,
-)
+from halfbyte.kernels.cuda.launch import Program, Tensor, boxes, program, why_not
+from halfbyte.kernels.cuda.shared import Written, counters, in_turn, workspace
 from halfbyte.layouts.fragments import FACTOR
 from halfbyte.numerics import Array
 

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from halfbyte.kernels.base import ALIGNED, Kernel, load_torch
 from halfbyte.kernels.cuda.fp8_quantize import Quantizer, nbytes, pitch, quantizer, scales_at
-from halfbyte.kernels.cuda.launch import capturing, in_turn, why_not, workspace
+from halfbyte.kernels.cuda.launch import why_not
+from halfbyte.kernels.cuda.shared import capturing, in_turn, workspace
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call, cost
 from halfbyte.kernels.fp8 import refuse as refuse_any
 from halfbyte.kinds import Fp8Weight
