@@ -406,6 +406,10 @@ def test_memory_that_is_not_to_be_kept(gpu):
         assert (workspace(device, 40).numel(), counters(device, 40).numel()) == (40, 40)
         assert counters(device, 40) is not zeros
         assert not counters(device, 40).any()
+        gpu.capturing = True
+        assert counters(device, 40) is not counters(device, 40)
+        assert not shared._captured
+        gpu.capturing = False
     assert workspace(device, 100) is kept
     assert counters(device, 64) is zeros
 

@@ -49,8 +49,8 @@ _thread: Final = threading.local()
 def keeping_nothing() -> Iterator[None]:
     """While it lasts no memory of ``workspace`` or ``counters`` is kept for this thread's next calls.
 
-    Where torch makes CUDA graphs of what it compiled, it runs that once before, in the memory of its graphs, and what
-    is still held of it then is an error.
+    Where torch makes CUDA graphs of what it compiled, it runs that once before and once while it captures, in the
+    memory of its graphs, and what is still held of it then is an error.
     """
     before = getattr(_thread, "keeps_nothing", False)
     _thread.keeps_nothing = True
@@ -100,14 +100,13 @@ def _of_stream(kind: str, device: Any, nbytes: int, *, zeros: bool) -> Any:
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     held: dict[Any, Any] = _shared
     key: tuple[Any, ...] = kind, device.index, stream
-    if torch._C._cuda_isCurrentStreamCapturing():
-        if not zeros:
-            return make(nbytes, dtype=torch.uint8, device=device)
+    captured = torch._C._cuda_isCurrentStreamCapturing()
+    if getattr(_thread, "keeps_nothing", False) or captured and not zeros:
+        return make(nbytes, dtype=torch.uint8, device=device)
+    if captured:
         held, key = _captured, (*key, capture_of(stream))
         for old in [old for old in held if old[-1] != key[-1]]:
             del held[old]
-    elif getattr(_thread, "keeps_nothing", False):
-        return make(nbytes, dtype=torch.uint8, device=device)
     found = held.get(key)
     if found is None or found.numel() < nbytes:
         size = nbytes if found is None else max(nbytes, 2 * found.numel())
