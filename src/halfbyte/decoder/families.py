@@ -33,7 +33,8 @@ FAMILIES: Final = (
 )
 ROTATIONS: Final = ("default", "linear", "llama3", "yarn")
 """Types of rope whose angles depend on the position alone."""
-ACTIVATIONS: Final = ("silu", "gelu", "gelu_pytorch_tanh")
+ACTIVATIONS: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+"""Transformers' name of an activation -> that of ``gate``."""
 
 Product = Callable[[Tensor], Tensor]
 """(M, K) to (M, N)."""
@@ -83,7 +84,7 @@ class Decoder:
         head: (M, H) to (M, V).
         heads, kv_heads, dim: Hq, Hkv and D.
         scale: of the products of queries and keys.
-        activation: of the mlp, by its name in transformers.
+        activation: of the mlp, by its name in ``gate``.
         longest: positions that the model's config allows.
         device, dtype: of the activations.
         capturable: None, or why a CUDA graph cannot hold a step.
@@ -220,7 +221,7 @@ def _take_apart(model: Module, seen: tuple[Any, ...]) -> Decoder:
         kv_heads=config.num_key_value_heads,
         dim=attention.head_dim,
         scale=attention.scaling,
-        activation=config.hidden_act,
+        activation=ACTIVATIONS[config.hidden_act],
         longest=config.max_position_embeddings,
         vocabulary=config.vocab_size,
         device=inner.norm.weight.device,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from halfbyte.decoder import whole
 from halfbyte.decoder.families import Decoder, why_not
 from halfbyte.decoder.runner import Runner
 from halfbyte.decoder.sampling import Sampling
@@ -106,7 +106,17 @@ def generate(
     text = _Text(len(rows), frozenset(stop), stream)
     with torch.inference_mode():
         if reason is not None:
-            return _generate_whole(model, rows, max_new_tokens, sampling, seed, text, reason)
+            times = whole.run(model, rows, max_new_tokens, sampling, seed, text.take)
+            return Generated(
+                tokens=text.tokens,
+                prefill_seconds=times.prefill,
+                decode_seconds=times.decode,
+                setup_seconds=0.0,
+                steps=times.steps,
+                bytes_per_step=None,
+                memory=times.memory,
+                how=f"{type(model).__name__}: transformers' own forward with a static cache, because {reason}",
+            )
         return _generate(Decoder.of(model), model, rows, max_new_tokens, sampling, seed, text, graph)
 
 
@@ -177,7 +187,7 @@ def _prefill(decoder: Decoder, model: Module, runner: Runner, rows: list[list[in
     """Fill the runner's cache; the logits (B, V) of the last positions."""
     from transformers import DynamicCache
 
-    name = cache_name(model)
+    name = whole.cache_name(model)
     logits: list[Tensor] = [torch.empty(0)] * len(rows)
     for length in dict.fromkeys(map(len, rows)):
         group = [i for i, row in enumerate(rows) if len(row) == length]
@@ -188,17 +198,6 @@ def _prefill(decoder: Decoder, model: Module, runner: Runner, rows: list[list[in
         for i, last in zip(group, out.logits[:, -1], strict=True):
             logits[i] = last
     return torch.stack(logits)
-
-
-def cache_name(model: Module) -> str:
-    """What a model's forward calls its cache: it differs between versions of transformers."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def _generate_whole(
-    model: Module, rows: list[list[int]], new: int, sampling: Sampling, seed: int, text: _Text, reason: str
-) -> Generated:
-    raise NotImplementedError
 
 
 @dataclass
@@ -214,16 +213,18 @@ class _Text:
         self.tokens = [[] for _ in range(self.count)]
         self._open = set(range(self.count))
 
-    def take(self, tokens: Sequence[int]) -> bool:
-        """Add the next token of each prompt that has not stopped; whether some go on."""
-        for i in sorted(self._open):
-            token = tokens[i]
+    def take(self, tokens: Sequence[int], of: Sequence[int] | None = None) -> bool:
+        """Add the next token of these prompts, where they have not stopped; whether some of them go on."""
+        of = range(self.count) if of is None else of
+        for i, token in zip(of, tokens, strict=True):
+            if i not in self._open:
+                continue
             self.tokens[i].append(token)
             if self.stream is not None:
                 self.stream(i, token)
             if token in self.stop:
                 self._open.discard(i)
-        return bool(self._open)
+        return not self._open.isdisjoint(of)
 
 
 def _checked(prompts: Any, new: int) -> list[list[int]]:
