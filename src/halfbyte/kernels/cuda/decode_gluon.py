@@ -152,9 +152,7 @@ def constants(
     }
 
 
-def parts(
-    call: Call, bias_dtype: str, made: Decode, gate: str | None = None
-) -> tuple[dict[str, str], dict[str, Any]]:
+def parts(call: Call, bias_dtype: str, made: Decode, gate: str | None = None) -> tuple[dict[str, str], dict[str, Any]]:
     """The signature and the constants for a call; without a bias its dtype is any."""
     n, k = call.shape
     held = constants((n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made, gate=gate)

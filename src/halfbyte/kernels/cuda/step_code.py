@@ -29,7 +29,7 @@ def _narrow(v, TO: tl.constexpr, BITS: tl.constexpr):
     if BITS:
         bits = v.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return tl.where(v == v, rounded, 0x7FC0).to(tl.int16)
+        return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.int16)
     return v.to(TO)
 
 
