@@ -133,6 +133,8 @@ CHAINS = {
         "panels": {"exact"},
         "product_code": {"scalars", "tiles", "vectors"},
         "scalars": {"vectors"},
+        "step": {"step_code"},
+        "step_code": {"scalars"},
         "tiles": {"vectors"},
     },
     "nn": {
