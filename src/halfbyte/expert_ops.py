@@ -216,7 +216,8 @@ def _sorted(hidden: Tensor, indices: Tensor, stacks: Stacks, mixture: Mixture) -
     (tokens, k), experts = indices.shape, mixture.experts
     ids = indices.reshape(-1).long()
     ids = ids.where((ids >= 0) & (ids < experts), experts)
-    counts = torch.bincount(ids, minlength=experts + 1).tolist()
+    counted = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
+    counts = counted.scatter_add_(0, ids, torch.ones_like(ids)).tolist()
     if counts[experts] and not mixture.padding:
         flat = [int(i) for i in indices.reshape(-1).tolist()]
         at = next(i for i, e in enumerate(flat) if not 0 <= e < experts)

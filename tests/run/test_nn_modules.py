@@ -111,6 +111,8 @@ class TestLinear:
             for got, layer in zip(run(x), layers, strict=True):
                 assert got.dtype == torch.float32
                 assert torch.equal(got, layer(x))
+            with pytest.raises(RuntimeError, match="the last axis of x is not the weight"):
+                run(x[:, :32])
 
     def test_opcheck_of_int8(self):
         packed = hb.pack(self.w.torch())
