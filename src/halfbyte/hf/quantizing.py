@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from halfbyte import gpu
 from halfbyte.errors import HalfbyteError, QuantizeError, UsageError
-from halfbyte.hf.fusing import ACTIVATIONS, default_layout, experts_refusal, packed_for, siblings
+from halfbyte.hf.fusing import default_layout, experts_of, experts_refusal, packed_for, siblings
 from halfbyte.hf.quantizer import mark
 from halfbyte.hf.saving import attach
 from halfbyte.layouts import Layout, Rows, parse
-from halfbyte.nn import Embedding, Experts, Group, Linear, TiedLinear
+from halfbyte.nn import Embedding, Group, Linear, TiedLinear
 from halfbyte.numerics import BLOCK
 from halfbyte.patterns import Patterns, fused_group, is_head, reason_to_skip
 from halfbyte.recipes import finite_amax, quantize, recipe_named
@@ -180,8 +180,8 @@ class _Chosen:
 
     Attributes:
         layers: in the order of the model.
-        paths: module with a chosen weight -> all modules that share the weight, itself first.
-        experts: the names of experts modules.
+        paths: in the order of the model, module with chosen weights -> all modules that share them, itself first;
+            an experts module has none that share.
         skipped: name -> reason of the other matrices.
     """
 
@@ -189,7 +189,6 @@ class _Chosen:
         self._model, self._include, self._exclude = model, include, exclude
         self.layers: list[_Layer] = []
         self.paths: dict[str, list[str]] = {}
-        self.experts: list[str] = []
         self.skipped: dict[str, str] = {}
         done: set[int] = set()
         shared: dict[int, list[str]] = defaultdict(list)
@@ -201,7 +200,7 @@ class _Chosen:
             weight = module._parameters.get("weight")
             if hasattr(module, "layout") and hasattr(module, "weights"):
                 self.skipped[name] = "quantized already"
-            elif any(p is not None and p.ndim == 3 for p in module._parameters.values()):
+            elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
                 self._experts(name, module)
             elif weight is not None and weight.ndim == 2 and id(weight) not in done:
                 done.add(id(weight))
@@ -264,7 +263,7 @@ class _Chosen:
             raise UsageError("some experts would stay dense", tensor=left[0], got=reasons[left[0]], hint=hint)
         _refuse_hooks(name, module)
         self.layers += layers
-        self.experts.append(name)
+        self.paths[name] = [name]
 
 
 def _refuse_hooks(name: str, module: Any) -> None:
@@ -325,13 +324,14 @@ class _Run:
         """Replace the modules, those of one product together."""
         groups = {path: group for group in (siblings(self._fusable()) if fuse else ()) for path in group}
         for name in self._chosen.paths:
-            group = groups.get(name)
-            if group is None:
+            group = groups.get(name, (name,))
+            if len(group) > 1:
+                if group[0] == name:
+                    self._replace_group(group)
+            elif "weight" in self._model.get_submodule(name)._parameters:
                 self._replace(name)
-            elif group[0] == name:
-                self._replace_group(group)
-        for name in self._chosen.experts:
-            self._replace_experts(name)
+            else:
+                self._replace_experts(name)
 
     def _fusable(self) -> Iterator[str]:
         """Linear layers whose weight is their own."""
@@ -379,10 +379,7 @@ class _Run:
             weight = self._stacked(f"{name}.{parameter}", whole, layers)
             packed[parameter], note = packed_for(weight, self._layout, whole.dtype)
             self._noted(f"{name}.{parameter}", note)
-        new = Experts(
-            packed["gate_up_proj"], packed["down_proj"], activation=ACTIVATIONS[type(old.act_fn).__name__]
-        )
-        self._put(name, new)
+        self._put(name, experts_of(old, packed["gate_up_proj"], packed["down_proj"]))
 
     def _stacked(self, name: str, whole: Tensor, layers: Iterable[_Layer]) -> Weight:
         """The layers of all experts of a parameter (E, N, K) as one weight."""

@@ -25,7 +25,7 @@ from halfbyte.dialects import dialect_named
 from halfbyte.errors import TargetError, UsageError
 from halfbyte.experts import numbered, spelled
 from halfbyte.modules import QUANTIZED, Headers, Module, refuse_broken
-from halfbyte.nn import Experts, Group, weights_of
+from halfbyte.nn import Experts, weights_of
 from halfbyte.stored import Stored, dtype_named
 
 _REPLACED = ("config.json", "hf_quant_config.json", INDEX)
@@ -151,18 +151,33 @@ class _Content:
 
     def _dense_tensors(self) -> dict[str, torch.Tensor]:
         """All other tensors by their names on disk, tied ones once."""
-        holders = {name: m for name, m in self._model.named_modules() if hasattr(m, "layout") and hasattr(m, "weights")}
+        holders = _holders(self._model)
         state: dict[str, torch.Tensor] = {}
         for key, tensor in self._model.state_dict().items():
-            parents = key.split(".")
-            inside = any(".".join(parents[:i]) in holders for i in range(1, len(parents)))
-            if not inside and key not in (self._model._keys_to_ignore_on_save or ()):
+            if _owner(key, holders) is None and key not in (self._model._keys_to_ignore_on_save or ()):
                 state[key] = tensor
         for name, holder in holders.items():
-            if not isinstance(holder, Group) and (bias := getattr(holder, "bias", None)) is not None:
+            if (bias := getattr(holder, "bias", None)) is not None:
                 state[f"{name}.bias"] = bias.detach()
+            elif isinstance(holder, Experts) and next(holder.parameters(), None) is not None:
+                raise UsageError("biases of experts cannot be saved", tensor=name)
         state = revert_weight_conversion(self._model, remove_tied_weights_from_state_dict(state, self._model))
         return state | dict(getattr(self._report, "kept", {}))
+
+
+def _holders(model: Any) -> dict[str, Any]:
+    """The modules that hold quantized weights by name, without what they are made of."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "layout") and hasattr(module, "weights") and _owner(name, found) is None:
+            found[name] = module
+    return found
+
+
+def _owner(key: str, holders: Mapping[str, Any]) -> str | None:
+    """The module among ``holders`` that ``key`` lies in."""
+    parts = key.split(".")
+    return next((name for i in range(1, len(parts)) if (name := ".".join(parts[:i])) in holders), None)
 
 
 def _disk_names(model: Any, names: Sequence[str]) -> dict[str, str]:
