@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoint.reader import open_checkpoint
@@ -62,7 +67,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         return {"quant_method": self.quant_method} | copy.deepcopy(self.section)
 
 
-class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
+class HalfbyteQuantizer(HfQuantizer):
     """Loads quantized layers packed.
 
     Before transformers loads, what the checkpoint holds is proven against the model, and placeholders without data
@@ -102,8 +107,8 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
                 got=sorted(Path(file).name for file in files)[:4],
                 expected=sorted(shards)[:4],
             )
-        options = self.quantization_config.options
-        self._filling = Filling(model, checkpoint, kwargs.get("dtype"), options)
+        config: Any = self.quantization_config
+        self._filling = Filling(model, checkpoint, kwargs.get("dtype"), config.options)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

@@ -221,7 +221,9 @@ def _headers(weight: Any) -> dict[str, Stored]:
     found = {}
     for role, array in _arrays(weight).items():
         single = role in ("scale2", "scale", "input_scale") and all(size == 1 for size in array.shape)
-        found[role] = Stored(role, _BYTES.get(role) or dtype_named(str(array.dtype)), () if single else tuple(array.shape))
+        found[role] = Stored(
+            role, _BYTES.get(role) or dtype_named(str(array.dtype)), () if single else tuple(array.shape)
+        )
     return found
 
 
