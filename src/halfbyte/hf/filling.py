@@ -32,7 +32,7 @@ class Filling:
         model: of transformers, on meta.
         checkpoint: its files.
         dtype: of activations.
-        options: fuse, precision and layout.
+        options: fuse, precision, layout and device.
     """
 
     def __init__(self, model: Any, checkpoint: Checkpoint, dtype: Any, options: Any) -> None:
@@ -65,6 +65,8 @@ class Filling:
     def finish(self) -> None:
         """Put the layers where their placeholders lie, and say in ``model.halfbyte`` what became of what."""
         self.model._keys_to_ignore_on_load_unexpected = self.ignored
+        if self.options.device is not None:
+            self.model.to(self.options.device)
         self.model._weight_conversions = [t for t in self.names.transforms if t.was_used()]
         dense: dict[str, int] = defaultdict(int)
         for tensor in {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}.values():

@@ -1,4 +1,4 @@
-"""The hook by which transformers loads checkpoints of this library's kinds: it reads what is dense, halfbyte the rest."""
+"""The hook by which transformers loads such checkpoints: it reads what is dense, halfbyte the rest."""
 
 from __future__ import annotations
 
@@ -29,11 +29,16 @@ METHODS: Final = ("modelopt", METHOD)
 
 @dataclass(frozen=True)
 class Options:
-    """How a checkpoint is loaded; see ``halfbyte.hf.from_pretrained``."""
+    """How a checkpoint is loaded; see ``halfbyte.hf.from_pretrained``.
+
+    Attributes:
+        device: where all of the model goes; None where transformers says what goes where.
+    """
 
     fuse: bool = True
     precision: str | None = None
     layout: str | None = None
+    device: Any = None
 
 
 class HalfbyteConfig(QuantizationConfigMixin):

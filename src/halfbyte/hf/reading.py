@@ -11,7 +11,6 @@ import torch
 
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.errors import FormatError
-from halfbyte.layouts import Rows
 from halfbyte.modules import Module, fp8_scale
 from halfbyte.stored import Stored
 from halfbyte.weight import Fp8Weight, Weight, to_torch
