@@ -1,4 +1,4 @@
-"""quantize_model: in place, byte for byte what quantize_checkpoint makes; what is refused is before anything changes."""
+"""quantize_model: in place, byte for byte what quantize_checkpoint makes; a refusal comes before anything changes."""
 
 from __future__ import annotations
 
