@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import weakref
 
@@ -148,7 +147,6 @@ class TestModel:
         alive, quantize = [], quantizing.quantize
 
         def counted(*args, **kwargs):
-            gc.collect()
             alive.append(sum(ref() is not None for ref in dense))
             return quantize(*args, **kwargs)
 
