@@ -71,6 +71,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "checkpoint",
         "writing",
         "tiers",
+        "forms",
+        "plans",
     ),
     "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools", "tuning", "tuning_cuda"),
     "kernels": (*MEANING, "lossy", "layouts", "decode_cuda", "decode_cuda_code", "vectors", "decode_code"),
@@ -78,7 +80,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "operands": RUN,
     "int8_ops": (*RUN, "lossy", "operands"),
     "fp8_ops": (*RUN, "lossy", "operands", "remembered"),
-    "plans": (*RUN, "operands", "int8_ops", "fp8_ops"),
+    "forms": RUN,
+    "plans": (*RUN, "operands", "int8_ops", "fp8_ops", "forms"),
     "embedding_op": (*RUN, "operands", "remembered", "torch_embedding"),
     "torch_embedding": (*RUN, "embedding_op"),
     "remembered": (*RUN, "operands"),
@@ -96,7 +99,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- arrays <-
 kinds, shifts <- weight <- recipes, layouts; layouts <- dialects <- checkpoint <- writing <- tools <- cli, and
 layouts, lossy <- kernels <- operands <- int8_ops, remembered <- fp8_ops <- plans <- ops <- nn; kernels <- tiers <-
-tools, for doctor; kernels, timing, trials <- tuning <- tuning_cuda <- cli, for tune."""
+tools, for doctor, and forms, plans <- tools, for plan; kernels, timing, trials <- tuning <- tuning_cuda <- cli, for tune."""
 
 CHAINS = {
     "checkpoint": {

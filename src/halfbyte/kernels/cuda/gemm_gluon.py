@@ -166,8 +166,10 @@ def schedule(n: int, k: int, rows: int, made: Gemm, multiprocessors: int) -> Sch
 @cache
 def multiprocessors(index: int | None) -> int:
     """Of a CUDA device of torch's."""
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        return HOPPER
     return torch.cuda.get_device_properties(index).multi_processor_count if torch.cuda.is_available() else HOPPER
 
 
