@@ -17,6 +17,7 @@ from halfbyte.int8_ops import twin_of
 from halfbyte.kernels import (
     KERNELS,
     Call,
+    Cost,
     EmbeddingArgs,
     EmbeddingCall,
     Fp8Call,
@@ -358,7 +359,7 @@ def _configuration(kernel: Kernel[Any, Any], call: Call) -> str:
 
 def _launches(kernel: Kernel[Any, Any]) -> Iterator[str]:
     """What is to be said of how a kernel is launched."""
-    if kernel.on_gpu and launch.missing() is None:
+    if kernel.on_gpu:
         slowly = launch.unknown()
         if slowly:
             yield slowly
@@ -431,6 +432,12 @@ def ceiling(device: Any) -> tuple[str | None, Ceiling | None]:
     _, sm, gpu = _place(device)
     name = gpu or _measured_gpu(sm)
     return name, CEILINGS.get(name or "")
+
+
+def least(device: Any, nbytes: int, flops: int) -> float | None:
+    """The least seconds of moving and computing so much on a device; None where its ceiling is not known."""
+    _, known = ceiling(device)
+    return known.seconds(Cost(nbytes, flops)) if known else None
 
 
 def _measured_gpu(sm: int) -> str | None:

@@ -73,6 +73,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "tiers",
         "forms",
         "plans",
+        "products",
     ),
     "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools", "tuning", "tuning_cuda"),
     "kernels": (*MEANING, "lossy", "layouts", "decode_cuda", "decode_cuda_code", "vectors", "decode_code"),
@@ -89,6 +90,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "torch_ops": (*RUN, "operands", "ops", "fp8_ops"),
     "nn": (*RUN, "operands", "ops", "torch_ops"),
     "hf": (*RUN, "ops", "torch_ops", "nn"),
+    "products": (*BASE, "modules", "experts"),
     "parallel": (*RUN, "ops", "torch_ops", "nn"),
     "timing": BASE,
     "trials": (*RUN, "lossy"),
@@ -99,7 +101,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- arrays <-
 kinds, shifts <- weight <- recipes, layouts; layouts <- dialects <- checkpoint <- writing <- tools <- cli, and
 layouts, lossy <- kernels <- operands <- int8_ops, remembered <- fp8_ops <- plans <- ops <- nn; kernels <- tiers <-
-tools, for doctor, and forms, plans <- tools, for plan; kernels, timing, trials <- tuning <- tuning_cuda <- cli, for tune."""
+tools, for doctor; kernels <- forms <- plans <- tools, for plan; kernels, timing, trials <- tuning <- tuning_cuda <-
+cli, for tune."""
 
 CHAINS = {
     "checkpoint": {

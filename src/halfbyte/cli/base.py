@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from halfbyte.errors import printable
+from halfbyte.errors import UsageError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -155,6 +155,21 @@ def show_findings(report: Report) -> None:
     out = console(stderr=True)
     for finding in report.findings:
         out.print(str(finding), style=colours[finding.severity] if out.is_terminal else None)
+
+
+def numbers(text: str, what: str) -> list[int]:
+    """The whole numbers of a list such as "1,16,512".
+
+    Raises:
+        UsageError: something that is none.
+    """
+    parts = text.replace(",", " ").split()
+    wrong = next((part for part in parts if not (part.isascii() and part.isdecimal() and len(part) < 10)), None)
+    if wrong is not None or not parts:
+        raise UsageError(
+            f"{what} are whole numbers", got=repr(text if wrong is None else wrong), expected="such as 1,16"
+        )
+    return [int(part) for part in parts]
 
 
 def plural(count: int, noun: str) -> str:

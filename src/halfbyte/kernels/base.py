@@ -366,7 +366,7 @@ def why_not_numpy(library: str) -> tuple[str, ...]:
 
 
 def why_not_torch(library: str, elsewhere: bool = False) -> tuple[str, ...]:
-    """Why a torch kernel declines arrays of ``library``; also where torch is missing, unless it is for ``elsewhere``."""
+    """Why a torch kernel declines arrays of ``library``; also where torch is missing, but not for another machine."""
     if library != "torch":
         return ("takes torch tensors, not NumPy arrays",)
     if elsewhere:

@@ -392,7 +392,9 @@ def _announce(capability: int) -> None:
 
 @functools.cache
 def unknown() -> str | None:
-    """Why no launch takes the short way; None where this Triton's launcher is known."""
+    """Why no launch takes the short way; None where this Triton's launcher is known, or there is no Triton."""
+    if missing():
+        return None
     import triton
 
     version = triton.__version__
