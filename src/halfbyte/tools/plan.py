@@ -12,6 +12,7 @@ from halfbyte.errors import HalfbyteError, LayoutError, NoKernelError, Unavailab
 from halfbyte.findings import Report
 from halfbyte.forms import Form
 from halfbyte.layouts import parse
+from halfbyte.modules import refuse_broken
 from halfbyte.plans import Plan, ceiling, least
 from halfbyte.plans import plan as plan_call
 from halfbyte.products import Product, cache_bytes, products, taken_by_a_token, touched
@@ -51,12 +52,16 @@ def plan(
         None where nothing is known.
 
     Raises:
-        HalfbyteError: a checkpoint whose headers cannot be read, no quantized weight in it, a device that is not there.
+        FormatError: a checkpoint whose headers cannot be read or are not sound.
+        HalfbyteError: nothing in it is quantized.
+        UnavailableError: a GPU that is not here.
         UsageError: an option that is not known.
     """
     counts = _checked(tokens, precision, dtype, layout)
     with open_checkpoint(path) as checkpoint:
         checkpoint.require_readable()
+        for module in checkpoint.modules:
+            refuse_broken(module)
         listed = products(checkpoint.modules, fuse)
         if not any(one.kind in ("nvfp4", "fp8") for one in listed):
             raise HalfbyteError(
