@@ -125,7 +125,7 @@ class Session:
             UsageError: an option that is not known, or a checkpoint that the model of its config cannot take.
             FormatError: a checkpoint that cannot be read or is not sound, or one without a tokenizer.
         """
-        _require("halfbyte run and bench")
+        require("a model")
         place = device_of(device)
         _check(precision, PRECISIONS, "precision")
         _check(dtype or DTYPES[0], DTYPES, "dtype")
@@ -152,6 +152,18 @@ class Session:
     def device(self) -> str:
         """Where the model is."""
         return str(next(self.model.parameters()).device)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @property
+    def parted(self) -> bool:
+        """Whether the model can be taken apart, so that steps are fused."""
+        from halfbyte.decoder.families import why_not
+
+        return why_not(self.model) is None
 
     @property
     def weight_bytes(self) -> int:
@@ -269,7 +281,8 @@ def device_of(device: str | None) -> str:
     return str(asked)
 
 
-def _require(what: str) -> None:
+def require(what: str) -> None:
+    """MissingExtraError where a package is missing that runs models; ``what`` needs it."""
     for name in ("torch", "transformers"):
         try:
             __import__(name)
@@ -307,7 +320,8 @@ def _model(
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=to or "auto", device_map=device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=to or "auto", device_map=device)
+        return model.eval()
     except (KeyError, ValueError, OSError) as error:
         raise FormatError("transformers cannot load this model", file=str(folder), got=_line(error)) from error
 

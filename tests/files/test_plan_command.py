@@ -334,10 +334,10 @@ class TestCommand:
             "import sys\nfor name in ('torch', 'transformers', 'numba', 'triton'): sys.modules[name] = None\n"
             "from halfbyte.cli import main\nmain(sys.argv[1:])"
         )
+        path = str(GOLDENS["modelopt_llama_w4a16"])
         for device, kernel in (("cpu", "reference-numpy"), (HOPPER, "gluon-decode")):
             done = subprocess.run(
-                [sys.executable, "-W", "error", "-c", code, "plan", str(GOLDENS["modelopt_llama_w4a16"]), "--json"]
-                + ["--device", device],
+                [sys.executable, "-W", "error", "-c", code, "plan", path, "--json", "--device", device],
                 capture_output=True, text=True, env=environment(), timeout=60, check=False,
             )  # fmt: skip
             assert (done.returncode, done.stderr) == (0, "")

@@ -39,8 +39,9 @@ def command(
     The text goes to stdout as it comes. Then stderr tells how fast it was, beside the time that reading the weights
     takes at the least, and what memory is held.
     """
-    from halfbyte.session import Session
+    from halfbyte.session import Session, require
 
+    require("halfbyte run")
     text = _read() if prompt == "-" else prompt
     if max_new_tokens < 1:
         raise UsageError("--max-new-tokens is 1 or more", got=max_new_tokens)
