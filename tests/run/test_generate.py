@@ -108,9 +108,7 @@ class TestStop:
 class TestSampling:
     def test_a_seed_gives_the_same_text(self):
         model, prompts = tiny("llama"), ids(2, 11)
-        drawn = [
-            generate(model, prompts, max_new_tokens=NEW, temperature=2.0, seed=seed).tokens for seed in (1, 1, 2)
-        ]
+        drawn = [generate(model, prompts, max_new_tokens=NEW, temperature=2.0, seed=seed).tokens for seed in (1, 1, 2)]
         assert drawn[0] == drawn[1] != drawn[2]
         torch.manual_seed(5)
         first = generate(model, prompts, max_new_tokens=NEW, temperature=2.0).tokens
@@ -171,9 +169,9 @@ class TestKept:
         generate(model, ids(1, 20), max_new_tokens=NEW)
         assert [*runners.values()] == [first]
         generate(model, ids(2, 11), max_new_tokens=NEW)
-        assert generate(model, ids(1, 100), max_new_tokens=NEW).memory == 4 * (3 * 2 * 2 * 128 * 16 + 2 * 128 * 16) + 8 * (
-            128 + 1 + 2
-        )
+        assert generate(model, ids(1, 100), max_new_tokens=NEW).memory == 4 * (
+            3 * 2 * 2 * 128 * 16 + 2 * 128 * 16
+        ) + 8 * (128 + 1 + 2)
         assert len(runners) == 2
         assert first not in runners.values()
 
