@@ -220,7 +220,7 @@ class TestRefused:
             ([], 2, "at least one token"),
             ([[1], []], 2, "at least one token"),
             ([[1]], 0, "max_new_tokens is a number from 1 on: got 0"),
-            ([[1, 2], [3, VOCABULARY]], 2, rf"no token has this number at \[1, 1\]: got 97, expected 0..96"),
+            ([[1, 2], [3, VOCABULARY]], 2, r"no token has this number at \[1, 1\]: got 97, expected 0..96"),
             ([[-1]], 2, r"no token has this number at \[0, 0\]: got -1"),
         ],
     )
@@ -234,6 +234,7 @@ class TestRefused:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 class TestGraph:
     def test_greedy(self, family):
