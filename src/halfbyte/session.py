@@ -311,19 +311,21 @@ def _model(
     import torch
 
     to: Any = getattr(torch, dtype) if dtype else None
-    if quantized:
-        from halfbyte.hf import from_pretrained
-
-        return from_pretrained(
-            folder, dtype=to, device_map=device, fuse=fuse, precision=precision, layout=layout
-        ).eval()
-    from transformers import AutoModelForCausalLM
-
+    place = None if device == "cpu" else device  # which needs accelerate
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=to or "auto", device_map=device)
-        return model.eval()
+        if quantized:
+            from halfbyte.hf import from_pretrained
+
+            model = from_pretrained(folder, dtype=to, device_map=place, fuse=fuse, precision=precision, layout=layout)
+        else:
+            from transformers import AutoModelForCausalLM
+
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=to or "auto", device_map=place)
+    except ImportError as error:
+        raise UnavailableError("a package is missing that transformers loads models with", got=_line(error)) from error
     except (KeyError, ValueError, OSError) as error:
         raise FormatError("transformers cannot load this model", file=str(folder), got=_line(error)) from error
+    return model.eval()
 
 
 def _line(error: Exception) -> str:

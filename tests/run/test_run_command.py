@@ -122,7 +122,7 @@ class TestSession:
 
     @pytest.mark.parametrize("prompt", ["", " \n", "w1 \udcff"])
     def test_prompts_that_are_none(self, session, prompt):
-        with pytest.raises(UsageError, match="the prompt is (empty|not UTF-8)"):
+        with pytest.raises(UsageError, match=r"the prompt is (empty|not UTF-8)"):
             session.tokens(prompt)
 
     def test_a_system_prompt_without_a_template(self, session):
@@ -368,7 +368,7 @@ class TestBench:
         monkeypatch.setattr(os, "getloadavg", lambda: (1.9, 0.0, 0.0))
         assert model_bench.settled("cpu") == []
         monkeypatch.setattr(os, "getloadavg", lambda: (2.0, 0.0, 0.0))
-        with pytest.raises(UnavailableError, match="other programs kept 2.0 of 4 cores busy"):
+        with pytest.raises(UnavailableError, match=r"other programs kept 2\.0 of 4 cores busy"):
             model_bench.settled("cpu")
         assert len(model_bench.settled("cpu", anyway=True)) == 1
 
