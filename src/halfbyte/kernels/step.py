@@ -46,6 +46,7 @@ class StepCall:
     capability: int = 0
     aligned: ClassVar[bool] = True
     whole: ClassVar[bool] = True
+    elsewhere: ClassVar[bool] = False
 
     def __str__(self) -> str:
         place = f"{self.device} (sm_{self.capability})" if self.capability else self.device
