@@ -319,7 +319,8 @@ def _model(
         else:
             from transformers import AutoModelForCausalLM
 
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=to or "auto").to(device)
+            dense: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=to or "auto")
+            model = dense.to(device)
     except ImportError as error:
         raise UnavailableError("a package is missing that transformers loads models with", got=_line(error)) from error
     except (KeyError, ValueError, OSError) as error:
