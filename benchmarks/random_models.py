@@ -80,10 +80,10 @@ class RandomModel:
     def weight(self, name: str, n: int, k: int) -> hb.Weight:
         """That of layer ``name``, (N, K), with torch tensors."""
         random = self._generator(name)
-        codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=self.device, generator=random)
+        words = torch.randint(-(2**63), 2**63 - 1, (n, k // BLOCK), device=self.device, generator=random)
         scales = torch.randint(*SCALES, (n, k // BLOCK), dtype=torch.uint8, device=self.device, generator=random)
         scale2 = torch.tensor(2.0 ** -round(math.log2(RMS * math.sqrt(k))), device=self.device)
-        return hb.Weight(codes=codes, scales=scales, scale2=scale2)
+        return hb.Weight(codes=words.view(torch.uint8), scales=scales, scale2=scale2)
 
     def dense(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A parameter that is not quantized: near 1 where it is a vector, else of the size of the weights."""
