@@ -82,6 +82,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "embedding_op": (*RUN, "operands", "remembered", "torch_embedding"),
     "torch_embedding": (*RUN, "embedding_op"),
     "remembered": (*RUN, "operands"),
+    "step_ops": (*RUN, "operands", "remembered"),
     "ops": (*RUN, "operands", "int8_ops", "fp8_ops", "plans", "remembered", "torch_ops"),
     "torch_ops": (*RUN, "operands", "ops", "fp8_ops"),
     "nn": (*RUN, "operands", "ops", "torch_ops"),
@@ -114,6 +115,7 @@ CHAINS = {
         "int8": {"base"},
         "fp8": {"base"},
         "embedding": {"base"},
+        "step": {"base"},
     },
     "kernels.cpu": {
         "exact": {"product_code"},

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, embedding, fp8, int8, reference
+from halfbyte.kernels import attention, embedding, fp8, int8, reference, step
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.cpu import exact, panels
@@ -19,6 +19,7 @@ from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
 from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
 from halfbyte.kernels.int8 import Int8Args, Int8Call
+from halfbyte.kernels.step import AddNormArgs, AttendArgs, GateArgs
 
 KERNELS: tuple[Kernel[Any, Any], ...] = (
     decode_gluon.GLUON,
@@ -35,6 +36,9 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     cuda_embedding.TRITON,
     embedding.TORCH,
     embedding.NUMPY,
+    step.ADD_NORM,
+    step.ATTEND,
+    step.GATE,
     cpu_int8.VNNI,
     cpu_int8.PORTABLE,
     int8.NUMPY,
@@ -56,6 +60,8 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
 
 __all__ = [
     "KERNELS",
+    "AddNormArgs",
+    "AttendArgs",
     "AttentionArgs",
     "AttentionCall",
     "Call",
@@ -66,6 +72,7 @@ __all__ = [
     "FmhaV2Vit",
     "Fp8Args",
     "Fp8Call",
+    "GateArgs",
     "Int8Args",
     "Int8Call",
     "Kernel",

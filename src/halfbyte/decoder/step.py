@@ -1,0 +1,91 @@
+"""One token of each sequence through a model taken apart.
+
+::
+
+    tokens -> embed -> per layer [norm, qkv, attend, o, add and norm, gate_up, gate, down] -> norm -> head -> logits
+
+On a GPU nothing here waits for the device, and all tensors that last are those of ``State``: a CUDA graph may hold it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.decoder.families import Decoder
+from halfbyte.step_ops import add_norm, attend, gate
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What the steps of a batch read and write, in tensors that stay where they are.
+
+    Attributes:
+        tokens: (B,) int64, the tokens that are computed next.
+        counters: (B + 1,) int64; ``positions`` and ``count`` are views of it, so that one addition moves both.
+        positions: (B,), where their keys and values will be written.
+        count: (1,), how many rows of ``log`` are filled.
+        log: (T, B) int64, the tokens that were chosen.
+        keys, values: (layers, B, Hkv, T, D).
+        cos, sin: (T, D) float32.
+    """
+
+    tokens: Tensor
+    counters: Tensor
+    positions: Tensor
+    count: Tensor
+    log: Tensor
+    keys: Tensor
+    values: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    @staticmethod
+    def empty(decoder: Decoder, batch: int, length: int) -> State:
+        """For B sequences of at most T tokens."""
+        device = decoder.device
+        counters = torch.zeros(batch + 1, dtype=torch.int64, device=device)
+        shape = len(decoder.layers), batch, decoder.kv_heads, length, decoder.dim
+        cos, sin = decoder.rotations(length)
+        return State(
+            tokens=torch.zeros(batch, dtype=torch.int64, device=device),
+            counters=counters,
+            positions=counters[:batch],
+            count=counters[batch:],
+            log=torch.zeros(length, batch, dtype=torch.int64, device=device),
+            keys=torch.zeros(shape, dtype=decoder.dtype, device=device),
+            values=torch.zeros(shape, dtype=decoder.dtype, device=device),
+            cos=cos,
+            sin=sin,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(t.nbytes for t in (self.tokens, self.counters, self.log, self.keys, self.values, self.cos, self.sin))
+
+
+def logits_of(decoder: Decoder, state: State) -> Tensor:
+    """Compute ``state.tokens`` at ``state.positions``: their keys and values are cached, their logits (B, V) given."""
+    x, residual = decoder.embed(state.tokens), None
+    for layer, keys, values in zip(decoder.layers, state.keys.unbind(), state.values.unbind(), strict=True):
+        normed, residual = add_norm(x, residual, layer.before.weight, layer.before.eps)
+        mixed = attend(
+            layer.qkv(normed),
+            state.cos,
+            state.sin,
+            state.positions,
+            keys,
+            values,
+            scale=decoder.scale,
+            q_norm=None if layer.q_norm is None else layer.q_norm.weight,
+            k_norm=None if layer.k_norm is None else layer.k_norm.weight,
+            eps=0.0 if layer.q_norm is None else layer.q_norm.eps,
+            window=layer.window,
+        )
+        normed, residual = add_norm(layer.o(mixed), residual, layer.after.weight, layer.after.eps)
+        x = layer.down(normed if layer.gate_up is None else gate(layer.gate_up(normed), decoder.activation))
+    normed, _ = add_norm(x, residual, decoder.norm.weight, decoder.norm.eps)
+    return decoder.head(normed)

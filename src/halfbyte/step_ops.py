@@ -1,0 +1,125 @@
+"""What a decoder does to each token between its products: each op chooses its kernel once for calls of one kind.
+
+Tensors are torch's, without gradients. On a GPU nothing waits for the device, and all may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from halfbyte.kernels import AddNormArgs, AttendArgs, GateArgs, select
+from halfbyte.remembered import forced_name
+
+__all__ = ["add_norm", "attend", "gate"]
+
+_kernels: Final[dict[Any, Callable[[Any], None]]] = {}
+"""What runs on calls of one key."""
+
+
+def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add to the residual stream and normalize the sum, rounding as transformers' RMSNorm.
+
+    Args:
+        x: (M, H) float32, bfloat16 or float16.
+        residual: (M, H) of the same dtype; None for none.
+        weight: (H,) of the same dtype.
+        eps: added to the mean square.
+
+    Returns:
+        (M, H) ``round(weight * round(sum * rsqrt(mean(sum * sum) + eps)))``, and (M, H) ``sum = round(x + residual)``,
+        which is x itself where there is no residual.
+
+    Raises:
+        UsageError: tensors that do not fit each other.
+        NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
+    """
+    x = x if x.is_contiguous() else x.contiguous()
+    if residual is not None and not residual.is_contiguous():
+        residual = residual.contiguous()
+    normed = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    args = AddNormArgs(x=x, residual=residual, weight=weight, eps=eps, normed=normed, total=total)
+    _run(args, ("add_norm", x.shape, x.dtype, x.device, residual is None, forced_name()))
+    return normed, total
+
+
+def attend(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    window: int | None = None,
+) -> Tensor:
+    """Rotate q and k of one new token of each sequence, write k and v to the cache, and attend to it.
+
+    Args:
+        qkv: (B, (Hq + 2 Hkv) D) float32, bfloat16 or float16: q, then k, then v.
+        cos: (T or more, D) float32.
+        sin: (T or more, D) float32.
+        positions: (B,) int64, how many entries there are already: where the new one is written.
+        keys: (B, Hkv, T, D), contiguous, of the dtype of qkv; written at ``positions``.
+        values: the same.
+        scale: of the scores.
+        q_norm: (D,) of that dtype: each head of q is normalized before it is rotated, as by ``add_norm``; None: not.
+        k_norm: the same of k.
+        eps: of both norms.
+        window: how many entries are seen at the most, the new one among them; None for all.
+
+    Returns:
+        (B, Hq D). On a GPU a position outside of the cache gives a row of NaN, and nothing is written.
+
+    Raises:
+        UsageError: tensors that do not fit each other; on the CPU a position outside of the cache.
+        NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
+    """
+    qkv = qkv if qkv.is_contiguous() else qkv.contiguous()
+    b, kv, room, dim = keys.shape
+    out = torch.empty((b, qkv.shape[-1] - 2 * kv * dim), dtype=qkv.dtype, device=qkv.device)
+    args = AttendArgs(
+        qkv=qkv, cos=cos, sin=sin, positions=positions, keys=keys, values=values, q_norm=q_norm, k_norm=k_norm,
+        eps=eps, scale=scale, window=window, out=out,
+    )  # fmt: skip
+    kind = qkv.dtype, qkv.device, q_norm is None, k_norm is None, window
+    _run(args, ("attend", qkv.shape, keys.shape, *kind, forced_name()))
+    return out
+
+
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """Multiply by the activation of the gate.
+
+    Args:
+        gate_up: (M, 2 I) float32, bfloat16 or float16; gate, then up.
+        activation: "silu", "gelu", "gelu_tanh" or "relu2".
+
+    Returns:
+        (M, I) ``round(activation(gate) * up)``.
+
+    Raises:
+        UsageError: an unknown activation, or no two halves.
+        NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
+    """
+    gate_up = gate_up if gate_up.is_contiguous() else gate_up.contiguous()
+    m, width = gate_up.shape
+    out = torch.empty((m, width // 2), dtype=gate_up.dtype, device=gate_up.device)
+    args = GateArgs(gate_up=gate_up, activation=activation, out=out)
+    _run(args, ("gate", gate_up.shape, gate_up.dtype, gate_up.device, activation, forced_name()))
+    return out
+
+
+def _run(args: Any, key: tuple[Any, ...]) -> None:
+    run = _kernels.get(key)
+    if run is None:
+        run = _kernels[key] = select(type(args), args.call()).run
+    if all(key[1]):
+        run(args)
