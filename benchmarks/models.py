@@ -8,9 +8,10 @@ A checkpoint of ModelOpt's is written into a temporary directory, lm_head left i
 after a prompt must agree within the rounding of activations, and greedy texts with and without CUDA graphs must be
 equal, as must those of all rounds.
 
-"of the weight read" is (bytes that a step reads at the least) / (4.6 TB/s on an H200) / its time; the bytes are those of
-all stored tensors, of the embedding the rows of the tokens alone, and of the keys and values at half of the new tokens.
-"of the probe" is the same with the rate of a read of 4.3 GB in this run. The first token is timed from the call.
+"of the weight read" is (bytes that a step reads at the least) / (4.6 TB/s on an H200) / its time; the bytes are those
+of all stored tensors, of the embedding the rows of the tokens alone, and of the keys and values at half of the new
+tokens. "of the probe" is the same with the rate of a read of 4.3 GB in this run. The dense model's q, k and v, and gate
+and up, are one product each, too. The first token is timed from the call.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from benchmarks import gpu_bounds, gpu_report, gpu_timing, timing
 from benchmarks.gpu_bounds import Bound
 from benchmarks.random_models import HEAD, RandomModel, llama, llama_3_8b
 from benchmarks.timing import Figure, Row
+from halfbyte.decoder.families import Decoder
 from halfbyte.kernels.cuda.ceilings import CEILINGS
 
 ROUNDS, FIRST_ROUNDS = 3, 5
@@ -128,6 +130,7 @@ class Bench:
 
     def dense(self, made: RandomModel) -> Contender:
         model = made.dense_model()
+        Decoder.of(model, fuse_dense=True)
         return Contender("bfloat16", model, sum(parameter.nbytes for parameter in model.parameters()))
 
     def free(self) -> None:
@@ -169,7 +172,7 @@ class Bench:
         for one in in_turns(contenders, self.options.rounds):
             made = self.generate(one, prompt, new)
             same(texts[one.who], made.tokens, f"{one.who} once more")
-            seconds[one.who].append(made.decode_seconds / (new - 1))
+            seconds[one.who].append(made.decode_seconds / made.steps)
             how[one.who] = made
         dense = statistics.median(seconds[contenders[-1].who])
         for one in contenders:
@@ -190,7 +193,8 @@ class Bench:
                 "own_bytes": made.bytes_per_step,
                 "how": made.how,
                 "prefill_seconds": made.prefill_seconds,
-                "memory": self.allocated(),
+                "cache_bytes": made.memory,
+                "memory_allocated": self.allocated(),
             }
             self.say(Row(f"decode batch {batch}", one.who, step, min(seconds[one.who]), tuple(figures), facts))
 
@@ -233,20 +237,23 @@ class Bench:
         for batch in self.options.batches:
             self.decoding([nvfp4, dense], batch)
         self.first_token([nvfp4, dense], nvfp4)
-        head = self.with_nvfp4_head(nvfp4)
-        self.agree(head, Contender("", RandomModel(self.config, self.device, nvfp4_head=True).headed(dense.model), 0))
+        head = self.with_nvfp4_head(nvfp4, dense)
+        self.agree(head, dense)
         self.decoding([head, dense], 1)
         self.probe()
 
-    def with_nvfp4_head(self, contender: Contender) -> Contender:
-        """The model with an NVFP4 weight in place of its head's."""
+    def with_nvfp4_head(self, contender: Contender, dense: Contender) -> Contender:
+        """The model with an NVFP4 weight as its head; the dense one gets its values."""
         from halfbyte.nn import Linear
 
         n, k = self.config.vocab_size, self.config.hidden_size
         weight = RandomModel(self.config, self.device, nvfp4_head=True).weight(HEAD, n, k)
         layout = "fragments(dtype=bfloat16)" if self.device == "cuda" else "rows"
         setattr(contender.model, HEAD, Linear(hb.pack(weight, layout), out_dtype="float32"))
-        return Contender("nvfp4, head too", contender.model, contender.stored - 2 * n * k + n * k * 9 // 16 + 4)
+        with torch.no_grad():
+            dense.model.lm_head.weight.copy_(weight.dequantize("bfloat16"))
+        stored = contender.stored - 2 * n * k + n * k * 9 // 16 + 4
+        return Contender("nvfp4, head too", contender.model, stored)
 
 
 def in_turns(those: Sequence[Any], rounds: int) -> list[Any]:
@@ -254,10 +261,11 @@ def in_turns(those: Sequence[Any], rounds: int) -> list[Any]:
     return [those[(i + first) % len(those)] for first in range(rounds) for i in range(len(those))]
 
 
-def same(expected: Any, got: Any, who: str) -> None:
-    if got != expected:
-        at = [next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), None) for x, y in zip(expected, got)]
-        raise DifferentError(f"{who} gives another text, from token {at} on")
+def same(expected: list[list[int]], got: list[list[int]], who: str) -> None:
+    for text, other in zip(expected, got, strict=True):
+        if text != other:
+            at = next(i for i in range(len(text)) if text[: i + 1] != other[: i + 1])
+            raise DifferentError(f"{who} gives another text, from token {at} on")
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
@@ -267,8 +275,18 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def in_fp8(model: Any, call: Callable[[], Any]) -> Any:
-    """Call with all linear layers in FP8."""
-    raise NotImplementedError
+    """Call with all NVFP4 products of many tokens in FP8."""
+    from halfbyte import nn
+
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Group)]
+    before = [layer.precision for layer in layers]
+    try:
+        for layer in layers:
+            layer.precision = "fp8"
+        return call()
+    finally:
+        for layer, precision in zip(layers, before, strict=True):
+            layer.precision = precision
 
 
 def tiny(layers: int) -> Any:
@@ -283,3 +301,46 @@ def tiny(layers: int) -> Any:
         vocab_size=512,
         max_position_embeddings=512,
     )
+
+
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--quick", action="store_true", help="few tokens and rounds; no bounds")
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--scratch", type=Path, help="where the checkpoint lies while it is loaded")
+    parser.add_argument("--out", type=Path, help="a JSON file for all rows")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries out the benchmark itself")
+    parser.add_argument("--tiny", action="store_true", help="a model of 128 features, to try out the benchmark itself")
+    options = parser.parse_args(arguments)
+    few = options.quick or options.tiny
+    options.prompt, options.new = (64, 16) if few else (PROMPT, NEW)
+    options.long_prompt = 300 if few else LONG_PROMPT
+    options.rounds, options.first_rounds = (2, 2) if few else (ROUNDS, FIRST_ROUNDS)
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options, start = parsed(arguments), time.time()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("not measured: torch sees no CUDA GPU")
+    os.environ.pop("HALFBYTE_KERNEL", None)
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else "no GPU"
+    given = sys.argv[1:] if arguments is None else arguments
+    head = gpu_report.machine(gpu, given, "models")
+    print(f"{gpu}, driver {head['driver']}, torch {torch.__version__}, commit {head['commit']}", flush=True)
+    bench = Bench(options, gpu)
+    try:
+        bench.run()
+    except DifferentError as error:
+        sys.exit(f"not measured: {error}")
+    end = {"verdict": gpu_report.verdict(bench.rows), "seconds": round(time.time() - start)}
+    print("\n".join(end["verdict"]))
+    print(f"{end['seconds']} s")
+    if options.out:
+        document = {"run": head, "rows": [timing.entry(row) for row in bench.rows], "end": end}
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -241,7 +241,10 @@ def _check_range(rows: list[list[int]], length: int, decoder: Decoder) -> None:
         if min(row) < 0 or max(row) >= decoder.vocabulary:
             wrong = next(token for token in row if not 0 <= token < decoder.vocabulary)
             raise UsageError(
-                "no token has this number", index=[i, row.index(wrong)], got=wrong, expected=f"0..{decoder.vocabulary - 1}"
+                "no token has this number",
+                index=[i, row.index(wrong)],
+                got=wrong,
+                expected=f"0..{decoder.vocabulary - 1}",
             )
     if length > decoder.longest:
         raise UsageError(

@@ -255,9 +255,7 @@ def add_norm_cost(call: AddNormCall) -> Cost:
 
 def gate_cost(call: GateCall) -> Cost:
     """Rows read and written once."""
-    return Cost(
-        bytes=3 * call.rows * call.width * float_dtype(call.dtype).itemsize, flops=4 * call.rows * call.width
-    )
+    return Cost(bytes=3 * call.rows * call.width * float_dtype(call.dtype).itemsize, flops=4 * call.rows * call.width)
 
 
 def attend_cost(call: AttendCall) -> Cost:
