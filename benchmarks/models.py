@@ -278,7 +278,7 @@ def in_fp8(model: Any, call: Callable[[], Any]) -> Any:
     """Call with all NVFP4 products of many tokens in FP8."""
     from halfbyte import nn
 
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Group)]
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     before = [layer.precision for layer in layers]
     try:
         for layer in layers:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.random_models import RandomModel, llama
 
 import halfbyte
-from benchmarks.random_models import RandomModel, llama
 from gpu_codecs import needs_gpu, needs_triton
 
 pytest.importorskip("transformers")
