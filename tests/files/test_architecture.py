@@ -84,8 +84,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "remembered": (*RUN, "operands"),
     "step_ops": (*RUN, "operands", "remembered"),
     "ops": (*RUN, "operands", "int8_ops", "fp8_ops", "plans", "remembered", "torch_ops"),
-    "torch_ops": (*RUN, "operands", "ops", "fp8_ops"),
-    "nn": (*RUN, "operands", "ops", "torch_ops"),
+    "torch_ops": (*RUN, "operands", "ops", "fp8_ops", "int8_ops"),
+    "expert_ops": (*RUN, "operands", "ops", "torch_ops"),
+    "nn": (*RUN, "operands", "ops", "torch_ops", "embedding_op", "torch_embedding", "expert_ops"),
     "hf": (*RUN, "ops", "torch_ops", "nn"),
     "parallel": (*RUN, "ops", "torch_ops", "nn"),
     "timing": BASE,
@@ -96,8 +97,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
 }
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- arrays <-
 kinds, shifts <- weight <- recipes, layouts; layouts <- dialects <- checkpoint <- writing <- tools <- cli, and
-layouts, lossy <- kernels <- operands <- int8_ops, remembered <- fp8_ops <- plans <- ops <- nn; kernels <- tiers <-
-tools, for doctor; kernels, timing, trials <- tuning <- tuning_cuda <- cli, for tune."""
+layouts, lossy <- kernels <- operands <- int8_ops, remembered <- fp8_ops <- plans <- ops <- expert_ops <- nn; kernels <-
+tiers <- tools, for doctor; kernels, timing, trials <- tuning <- tuning_cuda <- cli, for tune."""
 
 CHAINS = {
     "checkpoint": {
@@ -125,6 +126,14 @@ CHAINS = {
         "product_code": {"scalars", "tiles", "vectors"},
         "scalars": {"vectors"},
         "tiles": {"vectors"},
+    },
+    "nn": {
+        "linear": {"base"},
+        "grouped": {"base", "linear"},
+        "embedding": {"base"},
+        "experts": {"base"},
+        "fp8": {"base"},
+        "swap": {"linear"},
     },
     "recipes": {"base": {"blocks_code"}, "cuda": {"base", "cuda_code"}, "rtn": {"base", "blocks_code", "cuda"}},
 }
