@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
 
 from halfbyte import gpu
-from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.layouts import Fragments, Layout, Packed, Rows, parse
+from halfbyte.nn import Experts
 from halfbyte.patterns import FUSED
 from halfbyte.weight import Weight, dtype_name
 
@@ -26,9 +26,9 @@ ACTIVATIONS: Final = {
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
     "NewGELUActivation": "gelu_tanh",
-    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
 }
-"""Class of an activation in transformers -> its name for Experts."""
+"""Class of an activation in transformers or torch -> its name for Experts."""
 
 
 def siblings(paths: Iterable[str]) -> Iterator[tuple[str, ...]]:
@@ -84,3 +84,12 @@ def experts_refusal(old: Any) -> str | None:
     if type(old.act_fn).__name__ not in ACTIVATIONS:
         return f"the activation {type(old.act_fn).__name__} is not known"
     return None
+
+
+def experts_of(old: Any, gate_up: Packed, down: Packed) -> Experts:
+    """What takes the place of a module that ``experts_refusal`` lets pass.
+
+    An index of ``num_experts`` or more names no expert there, and is skipped.
+    """
+    activation = ACTIVATIONS[type(old.act_fn).__name__]
+    return Experts(gate_up, down, activation=activation, padding=True)

@@ -12,9 +12,9 @@ import torch
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.errors import FormatError
 from halfbyte.layouts import Rows
-from halfbyte.modules import Module
+from halfbyte.modules import Module, fp8_scale
 from halfbyte.stored import Stored
-from halfbyte.weight import Weight, to_torch
+from halfbyte.weight import Fp8Weight, Weight, to_torch
 
 
 def read_weight(checkpoint: Checkpoint, parts: Sequence[Module]) -> Weight:
@@ -79,17 +79,40 @@ def _check_scales(tensor: Stored, scales: torch.Tensor) -> None:
 
 
 def read_scale(checkpoint: Checkpoint, module: Module, role: str) -> float:
-    """A scale of one layer that is one f32 number, as it multiplies.
+    """A scale of one NVFP4 layer that is one f32 number, as it multiplies.
 
     Raises:
         FormatError: Inf or NaN, or more than one number.
     """
     tensor = module.roles[role]
     value = checkpoint.dialect.meaning(module, role, checkpoint.read(tensor), checkpoint.original)
-    if prod(value.shape) != 1 or not np.isfinite(value).all():
-        got = "several numbers" if prod(value.shape) != 1 else float(value.reshape(()))
-        raise FormatError(f"{role} is not one finite number", file=tensor.file, tensor=tensor.name, got=got)
-    return value.reshape(())[()]  # type: ignore[no-any-return]
+    if prod(value.shape) != 1:
+        raise FormatError(f"{role} is not one number", file=tensor.file, tensor=tensor.name, got=list(value.shape))
+    number = float(value.reshape(()))
+    if not np.isfinite(number):
+        raise FormatError(f"{role} is not finite", file=tensor.file, tensor=tensor.name, got=number)
+    return number
+
+
+def read_input_scale(checkpoint: Checkpoint, module: Module) -> float | None:
+    """The multiplier of an NVFP4 layer's quantized activations, None where it has none."""
+    return read_scale(checkpoint, module, "input_scale") if "input_scale" in module.roles else None
+
+
+def read_fp8(checkpoint: Checkpoint, module: Module, device: Any) -> Fp8Weight:
+    """An FP8 layer, (N, K), in tensors on ``device``.
+
+    Raises:
+        FormatError: a scale that is Inf or NaN.
+    """
+    roles = module.roles
+    read = {role: checkpoint.read(t) for role, t in roles.items() if role in ("scale", "input_scale", "pre_scale")}
+    scale, block = fp8_scale(module, read.pop("scale").astype(np.float32))
+    if not np.isfinite(scale).all():
+        raise FormatError("a scale is not finite", file=roles["scale"].file, tensor=roles["scale"].name)
+    data = torch.from_numpy(checkpoint.read(roles["data"]).view(np.uint8)).to(device)
+    others = {role: to_torch(value, device) for role, value in read.items()}
+    return Fp8Weight(data=data, scale=to_torch(scale, device), block=block, **others)
 
 
 def read_dense(checkpoint: Checkpoint, tensor: Stored, dtype: Any = None, device: Any = None) -> torch.Tensor:
