@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 import halfbyte as hb
-from benchmarks import gpu_bounds, gpu_report, gpu_timing, timing
+from benchmarks import gpu_ahead, gpu_bounds, gpu_report, gpu_timing, timing
 from benchmarks.gpu_bounds import Bound
 from benchmarks.random_models import HEAD, RandomModel, llama, llama_3_8b
 from benchmarks.timing import Figure, Row
@@ -229,7 +229,24 @@ class Bench:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
+    def compile_ahead(self) -> None:
+        """Compile the products of the run in several processes, those of prompts one by one and together."""
+        config, layout = self.config, "fragments(dtype=bfloat16)"
+        q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        hidden, inner = config.hidden_size, config.intermediate_size
+        shapes = [(n, hidden) for n in (q, kv, q + 2 * kv, inner, 2 * inner)] + [(hidden, q), (hidden, inner)]
+        prompts = [self.options.long_prompt, *(batch * self.options.prompt for batch in self.options.batches)]
+        rows = [*self.options.batches, *prompts]
+        tasks = {
+            f"{n}x{k}": (gpu_ahead.picked, (layout, (n, k), "bfloat16", rows, prompts[:1]))
+            for n, k in dict.fromkeys(shapes)
+        }
+        failed, seconds = timed(lambda: gpu_ahead.in_processes(tasks))
+        print("".join(f"not compiled: {line}\n" for line in failed) + f"compiled in {seconds:.0f} s", flush=True)
+
     def run(self) -> None:
+        if self.device == "cuda":
+            self.compile_ahead()
         self.probe()
         made = RandomModel(self.config, self.device)
         nvfp4, dense = self.load(made), self.dense(made)
