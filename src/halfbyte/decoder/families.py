@@ -271,14 +271,20 @@ def product(modules: Sequence[Any]) -> Product:
             bias = None if biases[0] is None else _joint(biases)
             if weight is not None and (bias is not None) == any(b is not None for b in biases):
                 return _dense(weight, bias)
+        group = getattr(modules[0], "group", None)
+        if group is not None and [(getattr(m, "group", None), m.index) for m in modules] == [
+            (group, i) for i in range(len(group.sizes))
+        ]:
+            return product([group])
         parts = [product([module]) for module in modules]
         return lambda x: torch.cat([part(x) for part in parts], -1)
     (module,) = modules
     if type(module) is torch.nn.Linear:
         return _dense(module.weight.detach(), None if module.bias is None else module.bias.detach())
-    if type(module) is nn.Linear:
-        packed, bias = module.packed, module.bias
-        return lambda x: ops.linear(x, packed, bias)
+    if isinstance(module, nn.Linear | nn.TiedLinear):
+        packed, bias = module.packed, getattr(module, "bias", None)
+        to, precision = module.out_dtype, module.precision
+        return lambda x: ops.linear(x, packed, bias, out_dtype=to, precision=precision)
     return module  # type: ignore[no-any-return]
 
 

@@ -104,7 +104,7 @@ def generate(
         raise UsageError("no CUDA graph holds this model's step", got=reason)
     seed = int(torch.randint(2**62, ())) if seed is None else seed
     text = _Text(len(rows), frozenset(stop), stream)
-    with torch.inference_mode():
+    with torch.no_grad():
         if reason is not None:
             times = whole.run(model, rows, max_new_tokens, sampling, seed, text.take)
             return Generated(
