@@ -84,8 +84,8 @@ def attend(
         NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
     """
     qkv = qkv if qkv.is_contiguous() else qkv.contiguous()
-    b, kv, room, dim = keys.shape
-    out = torch.empty((b, qkv.shape[-1] - 2 * kv * dim), dtype=qkv.dtype, device=qkv.device)
+    kv, dim = keys.shape[1], keys.shape[3]
+    out = torch.empty((len(qkv), qkv.shape[-1] - 2 * kv * dim), dtype=qkv.dtype, device=qkv.device)
     args = AttendArgs(
         qkv=qkv, cos=cos, sin=sin, positions=positions, keys=keys, values=values, q_norm=q_norm, k_norm=k_norm,
         eps=eps, scale=scale, window=window, out=out,

@@ -1,12 +1,25 @@
 """What a decoder does between products, against float64: whatever kernel computes it."""
 
+import os
 import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import gpu_step
+from cuda_code import ARCHITECTURES, Program, compile_all
+from gpu_codecs import needs_gpu, needs_triton
 from halfbyte.errors import NoKernelError, UsageError
+from halfbyte.kernels import KERNELS, AddNormArgs, AttendArgs, GateArgs, select
+from halfbyte.kernels.base import capability
+from halfbyte.kernels.cuda import step
+from halfbyte.kernels.cuda.step import Attend
+from halfbyte.kernels.step import AddNormCall, AttendCall, GateCall
 from halfbyte.step_ops import add_norm, attend, gate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -195,3 +208,173 @@ def test_the_kernel_is_chosen_anew_where_the_environment_changes(monkeypatch):
         gate(both, "silu")
     monkeypatch.setenv("HALFBYTE_KERNEL", "gate-torch")
     np.testing.assert_array_equal(gate(both, "relu2"), both[:, :4].clamp(min=0) ** 2 * both[:, 4:])
+
+
+# --- on a GPU: what is chosen and launched
+
+
+def call(kind, **changes):
+    """A call on Hopper that Triton takes, with changes."""
+    own = {
+        AddNormCall: {"width": 4096, "residual": True},
+        GateCall: {"width": 14336, "activation": "silu"},
+        AttendCall: {
+            "heads": 32, "kv_heads": 8, "dim": 128, "room": 1024, "q_norm": False, "k_norm": False, "window": None,
+        },
+    }[kind]  # fmt: skip
+    place = {"rows": 1, "dtype": "bfloat16", "device": "cuda", "library": "torch", "capability": 90}
+    return kind(**(own | place | changes))
+
+
+BUNDLES = {AddNormCall: AddNormArgs, GateCall: GateArgs, AttendCall: AttendArgs}
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", BUNDLES)
+def test_triton_is_chosen_on_a_gpu_and_torch_elsewhere(kind):
+    name = BUNDLES[kind].op.replace("_", "-")
+    assert select(BUNDLES[kind], call(kind)).name == f"triton-{name}"
+    assert select(BUNDLES[kind], call(kind, capability=80)).name == f"triton-{name}"
+    assert select(BUNDLES[kind], call(kind, device="cpu", capability=0)).name == f"{name}-torch"
+    assert select(BUNDLES[kind], call(kind, capability=75)).name == f"{name}-torch"
+    with pytest.raises(NoKernelError, match=f"no kernel computes {BUNDLES[kind].op} of 1 rows, bfloat16, numpy on cpu"):
+        select(BUNDLES[kind], call(kind, library="numpy", device="cpu", capability=0))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (call(AddNormCall, width=16385), "takes rows of up to 16384 values, not 16385"),
+        (call(AttendCall, dim=264), "takes heads of multiples of 8 up to 256 values, not 264"),
+        (call(AttendCall, dim=84), "takes heads of multiples of 8 up to 256 values, not 84"),
+        (call(AttendCall, kv_heads=1), "takes up to 16 query heads for a key head, not 32"),
+        (call(GateCall, dtype="float64"), "takes float32 or bfloat16 or float16, not float64"),
+    ],
+    ids=range(5),
+)
+def test_what_triton_declines(changed, words):
+    (kernel,) = (k for k in KERNELS if k.op == changed.op and k.on_gpu)
+    assert kernel.refuse(changed) == (words,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "splits"),
+    [
+        ({}, 32),
+        ({"rows": 16}, 2),
+        ({"rows": 64}, 1),
+        ({"room": 100}, 4),
+        ({"room": 5}, 1),
+        ({"kv_heads": 2}, 16),
+        ({"heads": 16, "kv_heads": 1, "dim": 256}, 8),
+    ],
+)
+def test_splits_fill_a_gpu_but_have_entries_and_are_soon_added_up(changes, splits):
+    assert step.configure(call(AttendCall, **changes)).splits == splits
+
+
+@needs_triton
+def test_every_op_in_the_interpreter():
+    tests = Path(__file__).parent.parent
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "gpu_step"], capture_output=True, text=True, env=environment, cwd=tests, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "18 36 18\n"), done.stderr[-3000:]
+
+
+def code_of(name, made, capability):
+    from halfbyte.kernels.cuda import step_code
+
+    signature, constants, warps = made
+    arguments = {name: of.removesuffix(":16") for name, of in signature.items()}
+    aligned = tuple(n for n, of in signature.items() if of.endswith(":16") and not of.startswith("*"))
+    program = Program(getattr(step_code, name), arguments, constants, {"num_warps": warps}, aligned)
+    code = program.compile(capability)
+    print(name, capability, code)
+    assert (code.stack, code.spills, code.warnings) == (0, 0, [])
+    waits = [op for _, _, op, _ in code.instructions if op.startswith(("ACQBULK", "PREEXIT"))]
+    assert sorted(waits) == (["ACQBULK", "PREEXIT"] if capability >= 90 else [])
+    return code
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_machine_code(capability):
+    """Nothing is spilled, rows are loaded 16 bytes at a time, and keys and values pass no register on their way."""
+    code = code_of("add_norm", step.add_norm_parts("bfloat16", 4096, True, capability), capability)
+    assert code.opcodes["LDG.E.128"] == 3
+    assert code.registers <= 48
+    code_of("add_norm", step.add_norm_parts("float32", 16384, True, capability), capability)
+    code = code_of("gate", step.gate_parts("bfloat16", 14336, "silu", capability), capability)
+    assert code.opcodes["LDG.E.128"] == 2
+    assert code.registers <= 40
+    for changes in ({}, {"rows": 16}, {"heads": 32, "kv_heads": 2, "dim": 80, "q_norm": True, "k_norm": True}):
+        asked = call(AttendCall, **changes, capability=capability)
+        made = step.configure(asked)
+        code = code_of("attend", (*step.attend_parts(asked, made, capability), made.warps), capability)
+        assert code.registers <= 168
+        assert sum(n for op, n in code.opcodes.items() if op.startswith("LDGSTS.E.BYPASS.128")) >= 24
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.fixture(scope="class", autouse=True)
+    def compiled(self):
+        sm = capability(torch.cuda.current_device())
+        compile_all(list(gpu_step.jobs(sm)), sm)
+
+    @pytest.mark.parametrize("name", ["add_norms", "gates", "attends"])
+    def test_results(self, name):
+        assert len(list(getattr(gpu_step, name)("cuda"))) == {"add_norms": 18, "gates": 36, "attends": 18}[name]
+
+    def test_a_row_does_not_depend_on_the_others(self):
+        args = gpu_step.attended((8, 2, 64, (0, 17, 63), 64, None, False, ()), "bfloat16", "cuda")
+        whole = gpu_step.fresh(args)
+        step.launch_attend(whole, Attend(4))
+        for i in range(3):
+            own = {n: getattr(args, n)[i : i + 1].clone() for n in ("qkv", "positions", "keys", "values", "out")}
+            one = replace(args, **own)
+            step.launch_attend(one, Attend(4))
+            assert torch.equal(one.out[0], whole.out[i])
+
+    def test_steps_in_a_graph_are_those_outside_of_one(self):
+        """Chains in which each launch starts before the one ahead of it has ended, at positions that grow."""
+        heads, kv, dim, room = 8, 2, 64, 128
+        width = heads * dim
+        of = {"dtype": "bfloat16", "device": "cuda"}
+        weight = gpu_step.random(width, **of)
+        angles = gpu_step.random(room, dim // 2, device="cuda").repeat(1, 2)
+        x = gpu_step.random(3, width, **of)
+        mixed = torch.eye(width, dtype=torch.bfloat16, device="cuda").repeat(1, 2)[:, : width + 2 * kv * dim]
+
+        def state():
+            zeros = torch.zeros(3, kv, room, dim, dtype=torch.bfloat16, device="cuda")
+            return x.clone(), torch.tensor([0, 5, 100], device="cuda"), zeros, zeros.clone()
+
+        def run(x, positions, keys, values):
+            stream = None
+            for _ in range(4):
+                normed, stream = add_norm(x, stream, weight, 1e-5)
+                y = attend(normed @ mixed, angles.cos(), angles.sin(), positions, keys, values, scale=dim**-0.5)
+                normed, stream = add_norm(y, stream, weight, 1e-5)
+                x = gate(torch.cat((normed, y), 1), "silu")
+                positions += 1
+            return x
+
+        eager = state()
+        expected = [run(*eager).clone() for _ in range(2)]
+        captured = state()
+        with torch.no_grad():
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = run(*captured)
+            for a, b in zip(captured, state(), strict=True):
+                a.copy_(b)
+            for want in expected:
+                graph.replay()
+                assert torch.equal(out, want)
+        assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))

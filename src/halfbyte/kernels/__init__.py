@@ -13,6 +13,7 @@ from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
 from halfbyte.kernels.cuda import choices, columns, decode, decode_gluon, fp8_gluon, gemm, gemm_gluon, scaled_mm
 from halfbyte.kernels.cuda import embedding as cuda_embedding
+from halfbyte.kernels.cuda import step as cuda_step
 from halfbyte.kernels.descriptors import TensorDesc
 from halfbyte.kernels.embedding import EmbeddingArgs, EmbeddingCall
 from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
@@ -36,6 +37,9 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     cuda_embedding.TRITON,
     embedding.TORCH,
     embedding.NUMPY,
+    cuda_step.ADD_NORM,
+    cuda_step.ATTEND,
+    cuda_step.GATE,
     step.ADD_NORM,
     step.ATTEND,
     step.GATE,

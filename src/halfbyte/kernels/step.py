@@ -209,10 +209,16 @@ class AttendArgs:
     def call(self) -> AttendCall:
         """What decides which kernel runs on these arrays."""
         b, kv, room, dim = self.keys.shape
-        norms = {"q_norm": self.q_norm is not None, "k_norm": self.k_norm is not None}
-        heads = self.qkv.shape[1] // dim - 2 * kv
-        shape = {"heads": heads, "kv_heads": kv, "dim": dim, "room": room}
-        return AttendCall(window=self.window, **norms, **shape, **_place(self.qkv, b))
+        return AttendCall(
+            heads=self.qkv.shape[1] // dim - 2 * kv,
+            kv_heads=kv,
+            dim=dim,
+            room=room,
+            q_norm=self.q_norm is not None,
+            k_norm=self.k_norm is not None,
+            window=self.window,
+            **_place(self.qkv, b),
+        )
 
 
 def _matrix(a: Array, name: str, axes: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from typing import Any, Final, cast
 
 from halfbyte.errors import UnavailableError, UsageError
 from halfbyte.gpu import missing
-from halfbyte.kernels.base import ALIGNED, Call, why_not_torch
+from halfbyte.kernels.base import ALIGNED, why_not_torch
 
 KNOWN: Final = ("3.6", "3.8")
 """Versions of Triton whose launcher is called directly."""
@@ -38,11 +38,11 @@ _lock: Final = threading.RLock()
 _programs: Final[dict[Any, Program]] = {}
 
 
-def why_not(call: Call, *, least: int = 80, most: int | None = None, gluon: bool = False) -> tuple[str, ...]:
+def why_not(call: Any, *, least: int = 80, most: int | None = None, gluon: bool = False) -> tuple[str, ...]:
     """What keeps every kernel for NVIDIA GPUs from a call.
 
     Args:
-        call: what is asked for.
+        call: what is asked for, a Call or what has the same of its fields.
         least: the compute capability that a kernel needs, 90 for sm_90.
         most: the last one that it runs on.
         gluon: it is written in Gluon.
