@@ -83,6 +83,7 @@ def theirs(model: Any, prompt: list[int], new: int) -> list[int]:
     config = model.generation_config
     config.output_attentions = config.output_hidden_states = config.return_dict_in_generate = None
     given = torch.tensor([prompt], device=model.device)
-    out = model.generate(given, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    mask = torch.ones_like(given)  # else a token that equals the padding would be taken for it
+    out = model.generate(given, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens

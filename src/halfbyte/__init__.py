@@ -30,6 +30,7 @@ _HOMES = {
     "diff": "tools.diff",
     "embedding": "embedding_op",
     "explain": "explanations",
+    "generate": "decoder.loop",
     "grouped_linear": "ops",
     "inspect": "tools.inspect",
     "linear": "ops",
@@ -71,6 +72,7 @@ __all__ = [
     "embedding",
     "errors",
     "explain",
+    "generate",
     "grouped_linear",
     "inspect",
     "kernels",
@@ -94,6 +96,7 @@ if TYPE_CHECKING:
     from halfbyte import nn as nn  # not in __all__: a star import must not need torch
     from halfbyte.checkpoint.reader import Checkpoint
     from halfbyte.checkpoint.reader import open_checkpoint as open  # noqa: A004 - torch and safetensors say open too
+    from halfbyte.decoder.loop import generate
     from halfbyte.embedding_op import embedding
     from halfbyte.errors import HalfbyteError
     from halfbyte.explanations import explain

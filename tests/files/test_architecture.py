@@ -87,6 +87,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "torch_ops": (*RUN, "operands", "ops", "fp8_ops", "int8_ops"),
     "expert_ops": (*RUN, "operands", "ops", "torch_ops"),
     "nn": (*RUN, "operands", "ops", "torch_ops", "embedding_op", "torch_embedding", "expert_ops"),
+    "decoder": (*RUN, "ops", "nn", "step_ops"),
     "hf": (*RUN, "ops", "torch_ops", "nn"),
     "parallel": (*RUN, "ops", "torch_ops", "nn"),
     "timing": BASE,
@@ -106,6 +107,12 @@ CHAINS = {
         "writer": {"header", "reader", "workdir"},
         "outputs": {"header", "reader", "writer"},
         "consistency": {"header", "reader", "expert_checks"},
+    },
+    "decoder": {
+        "step": {"families"},
+        "runner": {"families", "sampling", "step"},
+        "whole": {"sampling"},
+        "loop": {"families", "runner", "sampling", "whole"},
     },
     "kernels": {
         "attention_base": {"base", "descriptors"},

@@ -64,7 +64,9 @@ def test_a_window_hides_what_is_before_it():
 
 
 def test_what_is_taken():
-    decoder = Decoder.of(tiny("qwen3", num_hidden_layers=2, use_sliding_window=True, sliding_window=5, max_window_layers=1))
+    decoder = Decoder.of(
+        tiny("qwen3", num_hidden_layers=2, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    )
     assert (decoder.heads, decoder.kv_heads, decoder.dim, decoder.scale) == (4, 2, 32, 32**-0.5)
     assert [layer.window for layer in decoder.layers] == [None, 5]
     assert decoder.layers[0].q_norm is not None
@@ -160,7 +162,9 @@ class TestBytes:
         dense = Decoder.of(model).bytes_per_step(1, 1)
         values = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96
         got = Decoder.of(swap(model, fuse=fuse)).bytes_per_step(1, 1)
-        scale2 = sum(b.nbytes for m in model.modules() if isinstance(m, nn.Linear) for n, b in m.named_buffers() if n == "scale2")
+        scale2 = sum(
+            b.nbytes for m in model.modules() if isinstance(m, nn.Linear) for n, b in m.named_buffers() if n == "scale2"
+        )
         assert got == dense - 4 * values + values * 9 // 16 + scale2
 
     def test_a_window_ends_what_is_read_of_the_cache(self):

@@ -108,9 +108,7 @@ class TestStop:
 class TestSampling:
     def test_a_seed_gives_the_same_text(self):
         model, prompts = tiny("llama"), ids(2, 11)
-        drawn = [
-            generate(model, prompts, max_new_tokens=NEW, temperature=2.0, seed=seed).tokens for seed in (1, 1, 2)
-        ]
+        drawn = [generate(model, prompts, max_new_tokens=NEW, temperature=2.0, seed=seed).tokens for seed in (1, 1, 2)]
         assert drawn[0] == drawn[1] != drawn[2]
         torch.manual_seed(5)
         first = generate(model, prompts, max_new_tokens=NEW, temperature=2.0).tokens
@@ -171,9 +169,9 @@ class TestKept:
         generate(model, ids(1, 20), max_new_tokens=NEW)
         assert [*runners.values()] == [first]
         generate(model, ids(2, 11), max_new_tokens=NEW)
-        assert generate(model, ids(1, 100), max_new_tokens=NEW).memory == 4 * (3 * 2 * 2 * 128 * 16 + 2 * 128 * 16) + 8 * (
-            128 + 1 + 2
-        )
+        assert generate(model, ids(1, 100), max_new_tokens=NEW).memory == 4 * (
+            3 * 2 * 2 * 128 * 16 + 2 * 128 * 16
+        ) + 8 * (128 + 1 + 2)
         assert len(runners) == 2
         assert first not in runners.values()
 
@@ -222,7 +220,7 @@ class TestRefused:
             ([], 2, "at least one token"),
             ([[1], []], 2, "at least one token"),
             ([[1]], 0, "max_new_tokens is a number from 1 on: got 0"),
-            ([[1, 2], [3, VOCABULARY]], 2, rf"no token has this number at \[1, 1\]: got 97, expected 0..96"),
+            ([[1, 2], [3, VOCABULARY]], 2, r"no token has this number at \[1, 1\]: got 97, expected 0..96"),
             ([[-1]], 2, r"no token has this number at \[0, 0\]: got -1"),
         ],
     )
@@ -236,6 +234,7 @@ class TestRefused:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 class TestGraph:
     def test_greedy(self, family):

@@ -194,7 +194,7 @@ def why_not(model: Module) -> str | None:
         return f"the angles of rope type {rope} depend on more than the position"
     if config.hidden_act not in ACTIVATIONS:
         return f"the activation {config.hidden_act} is none of {', '.join(ACTIVATIONS)}"
-    if model.training and getattr(config, "attention_dropout", 0):
+    if model.training and getattr(config, "attention_dropout", None):
         return "it is in training mode and has dropout; call model.eval()"
     attention: Any = inner.layers[0].self_attn
     turned = 2 * inner.rotary_emb.inv_freq.numel()
@@ -271,10 +271,8 @@ def product(modules: Sequence[Any]) -> Product:
             bias = None if biases[0] is None else _joint(biases)
             if weight is not None and (bias is not None) == any(b is not None for b in biases):
                 return _dense(weight, bias)
-        group = getattr(modules[0], "group", None)
-        if group is not None and [(getattr(m, "group", None), m.index) for m in modules] == [
-            (group, i) for i in range(len(group.sizes))
-        ]:
+        group = _group(modules)
+        if group is not None:
             return product([group])
         parts = [product([module]) for module in modules]
         return lambda x: torch.cat([part(x) for part in parts], -1)
@@ -286,6 +284,13 @@ def product(modules: Sequence[Any]) -> Product:
         to, precision = module.out_dtype, module.precision
         return lambda x: ops.linear(x, packed, bias, out_dtype=to, precision=precision)
     return module  # type: ignore[no-any-return]
+
+
+def _group(modules: Sequence[Any]) -> nn.Group | None:
+    """The group whose parts the modules are, all of them in their order; or None."""
+    group: nn.Group | None = getattr(modules[0], "group", None)
+    places = [(getattr(module, "group", None), getattr(module, "index", None)) for module in modules]
+    return group if group is not None and places == [(group, i) for i in range(len(group.sizes))] else None
 
 
 def _dense(weight: Tensor, bias: Tensor | None) -> Product:
@@ -310,7 +315,7 @@ def _join(modules: list[Any]) -> None:
         if any(source is None for source in sources) or _joint(sources) is not None:
             continue
         joint = torch.cat([source.detach() for source in sources])
-        views = joint.split([source.shape[0] for source in sources])
+        views = torch.split(joint, [source.shape[0] for source in sources])
         for module, view, source in zip(modules, views, sources, strict=True):
             setattr(module, name, torch.nn.Parameter(view, requires_grad=source.requires_grad))
 

@@ -170,7 +170,8 @@ def _runner(decoder: Decoder, batch: int, length: int, sampling: Sampling, graph
     for key, kept in list(runners.items()):
         if key[:3] == (batch, sampling, wanted) and length <= key[3] <= 2 * length:
             runners[key] = runners.pop(key)
-            return kept
+            found: tuple[Runner, str] = kept
+            return found
     while len(runners) >= _KEPT:
         del runners[next(iter(runners))]
     made = Runner(decoder, batch, length, sampling, graph=wanted)

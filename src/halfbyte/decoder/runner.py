@@ -13,10 +13,12 @@ from halfbyte.decoder.sampling import Sampling
 from halfbyte.decoder.step import State, logits_of
 
 _WARM: Final = 3
-"""Steps ahead of a capture: the first chooses kernels, the second launches them in the ordinary way, and the third, after
-the device is done, tells them that their weights are written; only then may launches start early."""
+"""Steps ahead of a capture: the first chooses kernels, the second launches them in the ordinary way, and the third,
+after the device is done, tells them that their weights are written; only then may launches start early."""
 BEHIND: Final = 2
 """Steps that a GPU may be ahead of the host."""
+
+_cuda: Final[Any] = torch.cuda
 
 
 class Runner:
@@ -101,7 +103,7 @@ class Runner:
         state.counters.add_(1)
 
     def _capture(self) -> None:
-        side = torch.cuda.Stream()
+        side: Any = _cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM):
@@ -121,9 +123,9 @@ class _Arrivals:
     """Rows of a log on a GPU copied to the host, beside what computes the next ones."""
 
     def __init__(self, log: Tensor) -> None:
-        self._log, self._stream = log, torch.cuda.Stream(log.device)
+        self._log, self._stream = log, _cuda.Stream(log.device)
         self._host = torch.empty(log.shape, dtype=log.dtype, pin_memory=True)
-        self._events = [torch.cuda.Event() for _ in range(BEHIND + 1)]
+        self._events = [_cuda.Event() for _ in range(BEHIND + 1)]
 
     def send(self, row: int) -> None:
         """Copy a row when what is queued now is done."""

@@ -38,11 +38,12 @@ def run(model: Module, rows: list[list[int]], new: int, sampling: Sampling, seed
     from transformers import StaticCache
 
     times, name = Times(), cache_name(model)
+    config: Any = model.config
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for length in dict.fromkeys(map(len, rows)):
         group = [i for i, row in enumerate(rows) if len(row) == length]
-        cache: Any = StaticCache(config=model.config, max_cache_len=length + new)
+        cache: Any = StaticCache(config=config, max_cache_len=length + new)
         tokens = torch.tensor([rows[i] for i in group], device=device)
         begin = time.perf_counter()
         for step in range(new):
