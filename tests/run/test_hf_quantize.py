@@ -1,4 +1,4 @@
-"""quantize_model: byte for byte what quantize_checkpoint makes, in place, all that is refused before anything changes."""
+"""quantize_model: in place, byte for byte what quantize_checkpoint makes; what is refused is before anything changes."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ class TestRefused:
     def test_recipe_and_layout(self, model):
         with pytest.raises(UsageError, match="unknown recipe"):
             quantize_model(model, "best")
-        with pytest.raises(LayoutError, match="no such layout|unknown layout"):
+        with pytest.raises(LayoutError, match="layout"):
             quantize_model(model, layout="best")
         with pytest.raises(UsageError, match="is not a multiple of 64"):
             quantize_model(model, layout="tiles64")
