@@ -124,6 +124,7 @@ CHAINS = {
         "fp8": {"base"},
         "embedding": {"base"},
         "step": {"base"},
+        "chain": {"base", "step"},
     },
     "kernels.cpu": {
         "exact": {"product_code"},
