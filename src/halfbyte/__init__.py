@@ -14,6 +14,7 @@ _HOMES = {
     "Checkpoint": "checkpoint.reader",
     "DenseWeight": "kinds",
     "Finding": "findings",
+    "Form": "forms",
     "Fp8Weight": "kinds",
     "FragmentLoader": "fragments",
     "HalfbyteError": "errors",
@@ -54,6 +55,7 @@ __all__ = [
     "Checkpoint",
     "DenseWeight",
     "Finding",
+    "Form",
     "Fp8Weight",
     "FragmentLoader",
     "HalfbyteError",
@@ -101,6 +103,7 @@ if TYPE_CHECKING:
     from halfbyte.errors import HalfbyteError
     from halfbyte.explanations import explain
     from halfbyte.findings import CODES, Finding, Report
+    from halfbyte.forms import Form
     from halfbyte.fragments import FragmentLoader
     from halfbyte.kinds import DenseWeight, Fp8Weight, Int8Weight, Mxfp4Weight
     from halfbyte.layouts import Packed

@@ -135,7 +135,8 @@ class Group(Linear):
         """``columns`` while torch traces it: one product in the graph; that x was written to is an error there."""
         version, shared = x._version, self._traced
         if shared is not None and shared[0] is x and i in shared[3]:
-            torch._check(shared[1] == version, lambda: "x was written to between two parts of a group")
+            check: Any = torch._check
+            check(shared[1] == version, lambda: "x was written to between two parts of a group")
             y, waiting = shared[2], shared[3] - {i}
         else:
             y, waiting = self(x), frozenset(range(len(self.sizes))) - {i}

@@ -73,7 +73,7 @@ class Linear(Holder):
             bias: whether there is one.
             dtype: of the bias.
             device: where the buffers are; on "meta" they take no memory.
-            options: ``out_dtype`` and ``precision``.
+            options: the others that the class takes: ``out_dtype`` and ``precision``, and ``sizes`` of a Group.
 
         Raises:
             LayoutError: an unknown layout, or a shape that it cannot hold.
@@ -81,7 +81,7 @@ class Linear(Holder):
         scales = {"per_row": per_row, "input_scale": input_scale, "pre_scale": pre_scale}
         packed = without_data(layout, (n, k), **scales, device=device)
         own = torch.empty(n, dtype=as_dtype(dtype, "dtype"), device=device) if bias else None
-        return cls(packed, own, **options)
+        return cls(packed, bias=own, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) to (..., N) in x's dtype, or ``out_dtype``."""
