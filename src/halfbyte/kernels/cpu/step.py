@@ -45,38 +45,49 @@ def _address(a: Any) -> int:
     return 0 if a is None else int(a.data_ptr())
 
 
-def _add_norm(args: AddNormArgs) -> None:
-    x = args.x
-    m, h = x.shape
-    total = 0 if args.residual is None else args.total.data_ptr()
-    _code().add_norm(
-        _kind(x.dtype), m, h, x.data_ptr(), _address(args.residual), args.weight.data_ptr(), args.eps,
-        args.normed.data_ptr(), total,
-    )  # fmt: skip
+def _bind_add_norm(args: AddNormArgs) -> Callable[..., None]:
+    (m, h), kind, code = args.x.shape, _kind(args.x.dtype), _code().add_norm
+
+    def run(x: Any, residual: Any, weight: Any, eps: float, normed: Any, total: Any) -> None:
+        added, to = (0, 0) if residual is None else (residual.data_ptr(), total.data_ptr())
+        code(kind, m, h, x.data_ptr(), added, weight.data_ptr(), eps, normed.data_ptr(), to)
+
+    return run
 
 
-def _gate(args: GateArgs) -> None:
-    m, width = args.out.shape
+def _bind_gate(args: GateArgs) -> Callable[..., None]:
+    (m, width), kind, code = args.out.shape, _kind(args.out.dtype), _code().gate
     activation = ACTIVATIONS.index(args.activation)
-    _code().gate(_kind(args.out.dtype), m, width, activation, args.gate_up.data_ptr(), args.out.data_ptr())
+
+    def run(gate_up: Any, out: Any) -> None:
+        code(kind, m, width, activation, gate_up.data_ptr(), out.data_ptr())
+
+    return run
 
 
-def _attend(args: AttendArgs) -> None:
-    keys = args.keys
-    b, kv, room, dim = keys.shape
-    places = args.positions.tolist()
-    if not all(0 <= p < room for p in places):
-        raise UsageError("positions are outside of the cache", got=places, expected=f"0..{room - 1}")
-    given = (
-        _kind(keys.dtype), b, (args.out.shape[1] // dim, kv, dim, room), args.qkv.data_ptr(), args.cos.data_ptr(),
-        args.sin.data_ptr(), args.positions.data_ptr(), keys.data_ptr(), args.values.data_ptr(), _address(args.q_norm),
-        _address(args.k_norm), _float(args.eps), _float(args.scale), args.window or 0, args.out.data_ptr(),
-    )  # fmt: skip
-    seen = sum(places) + b if args.window is None else sum(min(p + 1, args.window) for p in places)
-    if b * kv > 1 and seen * kv * dim * keys.element_size() >= _PARALLEL:
-        jit.run(_code().attend_parallel, *given)
-    else:
-        _code().attend(*given)
+def _bind_attend(args: AttendArgs) -> Callable[..., None]:
+    b, kv, room, dim = args.keys.shape
+    kind, sizes, window = _kind(args.keys.dtype), (args.out.shape[1] // dim, kv, dim, room), args.window or 0
+    row, code = kv * dim * args.keys.element_size(), _code()
+
+    def run(
+        qkv: Any, cos: Any, sin: Any, positions: Any, keys: Any, values: Any, q_norm: Any, k_norm: Any, eps: float,
+        scale: float, out: Any,
+    ) -> None:  # fmt: skip
+        places = positions.tolist()
+        if not 0 <= min(places) <= max(places) < room:
+            raise UsageError("positions are outside of the cache", got=places, expected=f"0..{room - 1}")
+        given = (
+            kind, b, sizes, qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), keys.data_ptr(),
+            values.data_ptr(), _address(q_norm), _address(k_norm), _float(eps), _float(scale), window, out.data_ptr(),
+        )  # fmt: skip
+        seen = sum(min(p + 1, window) for p in places) if window else sum(places) + b
+        if b * kv > 1 and seen * row >= _PARALLEL:
+            jit.run(code.attend_parallel, *given)
+        else:
+            code.attend(*given)
+
+    return run
 
 
 @functools.lru_cache(64)
@@ -96,18 +107,18 @@ def _refuse(call: StepCall) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _kernel(bundle: Any, launch: Callable[[Any], None], cost: Any) -> Kernel[Any, Any]:
+def _kernel(bundle: Any, bind: Callable[[Any], Callable[..., None]], cost: Any) -> Kernel[Any, Any]:
     return Kernel(
         name=f"{bundle.op.replace('_', '-')}-cpu",
         bundle=bundle,
         description="compiled for this processor",
         refuse=_refuse,
         load=lambda call: _code(),
-        launch=launch,
+        bind=bind,
         cost=cost,
     )
 
 
-ADD_NORM: Final = _kernel(AddNormArgs, _add_norm, add_norm_cost)
-GATE: Final = _kernel(GateArgs, _gate, gate_cost)
-ATTEND: Final = _kernel(AttendArgs, _attend, attend_cost)
+ADD_NORM: Final = _kernel(AddNormArgs, _bind_add_norm, add_norm_cost)
+GATE: Final = _kernel(GateArgs, _bind_gate, gate_cost)
+ATTEND: Final = _kernel(AttendArgs, _bind_attend, attend_cost)
