@@ -143,6 +143,7 @@ CHAINS = {
         "fp8": {"base"},
         "embedding": {"base"},
         "step": {"base"},
+        "pick": {"base", "step"},
         "chain": {"base", "step"},
     },
     "kernels.cpu": {
