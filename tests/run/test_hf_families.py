@@ -116,8 +116,8 @@ def dequantized(cls, path, folder):
 
 
 def test_computes_what_its_dense_values_do(family, tmp_path):
-    """In float32, in which the values are exact: what differs is the order of sums. Some tens of them follow each other,
-    of up to 96 products, each within 96 * 2^-24 of its magnitudes; errors of random sign stay below their sum."""
+    """In float32, in which the values are exact, the order of sums differs. Some tens of them follow each other, of up
+    to 96 products, each within 96 * 2^-24 of its magnitudes; errors of random sign stay below their sum."""
     cls, _, _, path = family
     model, dense = from_pretrained(path, dtype="float32"), output(dequantized(cls, path, tmp_path / "dense"))
     assert type(model) is cls
@@ -157,4 +157,13 @@ def test_experts_with_a_gate_of_their_own_are_refused(tmp_path):
     tf.GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
     halfbyte.quantize_checkpoint(tmp_path / "dense", tmp_path / "a")
     with pytest.raises(UsageError, match=r"layers\.0\.mlp\.experts\S+: these experts cannot be replaced: GptOss"):
+        from_pretrained(tmp_path / "a")
+
+
+def test_an_embedding_with_a_forward_of_its_own_is_refused(tmp_path):
+    config = tf.Gemma3TextConfig(**SIZES | {"head_dim": 16})
+    tf.Gemma3ForCausalLM(config).save_pretrained(tmp_path / "dense")
+    halfbyte.quantize_checkpoint(tmp_path / "dense", tmp_path / "a", targets=["*embed_tokens"])
+    text = r"model\.embed_tokens\.weight: .*: got Gemma3TextScaledWordEmbedding"
+    with pytest.raises(UsageError, match=text):
         from_pretrained(tmp_path / "a")

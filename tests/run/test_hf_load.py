@@ -17,6 +17,7 @@ from checkpoints import (
     GATE,
     GOLDENS,
     HIDDEN,
+    OUT,
     UP,
     VOCAB,
     K,
@@ -24,6 +25,7 @@ from checkpoints import (
     V,
     copy_golden,
     floats,
+    fp8,
     make_dense,
     make_float,
     named,
@@ -275,6 +277,21 @@ class TestWhatIsMade:
     def test_a_dense_checkpoint_loads_too(self, tmp_path):
         model = from_pretrained(make_float(tmp_path / "a"))
         assert {entry.kind for entry in model.halfbyte.entries} == {"dense"}
+
+
+@pytest.mark.parametrize("scale", ["tensor", "row", "block"])
+def test_fp8_layers_of_each_granularity(scale, tmp_path):
+    value = {"tensor": 2.0**-7, "row": np.linspace(0.01, 0.02, HIDDEN), "block": np.full((1, 1), 2.0**-6)}[scale]
+    change = {f"{OUT}.{s}": v for s, v in fp8(HIDDEN, HIDDEN, scale=value).items()} | {f"{OUT}.weight_scale_2": None}
+    path = make_dense(tmp_path / "a", change=change)
+    model = from_pretrained(path, dtype="float32")
+    layer, x = model.model.layers[0].self_attn.o_proj, torch.randn(3, HIDDEN)
+    assert type(layer) is Fp8Linear
+    assert layer.granularity == scale
+    with halfbyte.open(path) as checkpoint, torch.no_grad():
+        dense = torch.from_numpy(checkpoint[OUT].dequantize()).double()
+        difference, bound = layer(x) - x.double() @ dense.T, HIDDEN * 2.0**-24 * (x.double().abs() @ dense.abs().T)
+    assert bool((difference.abs() <= bound).all())
 
 
 class TestHeadsAndEmbeddings:
