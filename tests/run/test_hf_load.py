@@ -281,7 +281,7 @@ class TestWhatIsMade:
 
 @pytest.mark.parametrize("scale", ["tensor", "row", "block"])
 def test_fp8_layers_of_each_granularity(scale, tmp_path):
-    value = {"tensor": 2.0**-7, "row": np.linspace(0.01, 0.02, HIDDEN), "block": np.full((1, 1), 2.0**-6)}[scale]
+    value = {"tensor": 2.0**-7, "row": np.linspace(0.01, 0.02, HIDDEN), "block": np.full((1, 1, 1, 1), 2.0**-6)}[scale]
     change = {f"{OUT}.{s}": v for s, v in fp8(HIDDEN, HIDDEN, scale=value).items()} | {f"{OUT}.weight_scale_2": None}
     path = make_dense(tmp_path / "a", change=change)
     model = from_pretrained(path, dtype="float32")
