@@ -36,7 +36,7 @@ from checkpoints import (
     write_json,
 )
 from halfbyte.errors import LayoutError, UsageError
-from halfbyte.hf import LoadReport, from_pretrained
+from halfbyte.hf import LoadReport, filling, from_pretrained
 from halfbyte.nn import Embedding, Experts, Fp8Linear, Linear, Part, TiedLinear, weights_of
 from halfbyte.weight import DenseWeight, to_torch
 from helpers_run import assert_within_bound
@@ -273,6 +273,20 @@ class TestWhatIsMade:
             "q_proj is nvfp4, k_proj is nvfp4, v_proj is dense, so these are products of their own: "
             "model.layers.0.self_attn"
         ]
+
+    def test_on_several_devices(self, monkeypatch):
+        def device(self, path):
+            return torch.device("cpu:0" if path.endswith("v_proj") else "cpu")
+
+        path = GOLDENS["modelopt_llama_nvfp4"]
+        expected = logits(from_pretrained(path))
+        monkeypatch.setattr(filling.Filling, "_device", device)
+        model = from_pretrained(path)
+        assert type(model.model.layers[0].self_attn.q_proj) is Linear
+        assert model.halfbyte.notes == [
+            "model.layers.0.self_attn.q_proj and those beside it are on several devices, so not one product"
+        ]
+        assert torch.equal(logits(model), expected)
 
     def test_a_dense_checkpoint_loads_too(self, tmp_path):
         model = from_pretrained(make_float(tmp_path / "a"))
