@@ -179,7 +179,7 @@ class TestWhatIsMade:
         assert report.nbytes == held
         text = str(report)
         assert "7 nvfp4 as rows on cpu" in text
-        assert "1 dense on cpu" in text
+        assert "dense tensors on cpu" in text
         assert "modelopt" in text
 
     def test_apart_where_asked(self):

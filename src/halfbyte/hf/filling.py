@@ -111,7 +111,7 @@ class Filling:
                 self._layers([layer])
             return
         biases = [layer.bias and read_dense(self.checkpoint, layer.bias, self.dtype, device) for layer in group]
-        own = {"out_dtype": torch.float32 if first.path == self.head else None, "precision": self.options.precision}
+        own = self._own(first.path)
         if first.module.kind == "fp8":
             fp8 = read_fp8(self.checkpoint, first.module, device)
             if own["precision"] != "fp8" or fp8.block is not None:
@@ -167,6 +167,10 @@ class Filling:
         for path in what.tied if isinstance(what, Layer) else ():
             self._replace(path, self._shared(path, made))
 
+    def _own(self, path: str) -> dict[str, Any]:
+        """What a layer is asked for beyond its weight: the head's logits are float32."""
+        return {"out_dtype": torch.float32 if path == self.head else None, "precision": self.options.precision}
+
     def _shared(self, path: str, holder: Any) -> torch.nn.Module:
         """A module with the weight of another."""
         device = self._device(path)
@@ -177,7 +181,7 @@ class Filling:
             holder = None
         if type(self.old[path]) is torch.nn.Embedding:
             return nn.Embedding(packed, dtype=self.dtype)
-        own = {"out_dtype": torch.float32 if path == self.head else None, "precision": self.options.precision}
+        own = self._own(path)
         return nn.Linear(packed, **own) if holder is None else nn.TiedLinear(holder, **own)
 
     def _device(self, path: str) -> torch.device:
