@@ -71,22 +71,42 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "checkpoint",
         "writing",
         "tiers",
+        "forms",
+        "plans",
+        "products",
     ),
-    "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools", "tuning", "tuning_cuda"),
+    "cli": (
+        *FILES,
+        *STACKS,
+        "explanations",
+        "dialects",
+        "checkpoint",
+        "tools",
+        "tuning",
+        "tuning_cuda",
+        "session",
+        "model_bench",
+    ),
     "kernels": (*MEANING, "lossy", "layouts", "decode_cuda", "decode_cuda_code", "vectors", "decode_code"),
     "tiers": RUN,
     "operands": RUN,
     "int8_ops": (*RUN, "lossy", "operands"),
     "fp8_ops": (*RUN, "lossy", "operands", "remembered"),
-    "plans": (*RUN, "operands", "int8_ops", "fp8_ops"),
+    "forms": RUN,
+    "plans": (*RUN, "operands", "int8_ops", "fp8_ops", "forms"),
     "embedding_op": (*RUN, "operands", "remembered", "torch_embedding"),
     "torch_embedding": (*RUN, "embedding_op"),
     "remembered": (*RUN, "operands"),
+    "step_ops": (*RUN, "operands", "remembered"),
     "ops": (*RUN, "operands", "int8_ops", "fp8_ops", "plans", "remembered", "torch_ops"),
     "torch_ops": (*RUN, "operands", "ops", "fp8_ops", "int8_ops"),
     "expert_ops": (*RUN, "operands", "ops", "torch_ops"),
     "nn": (*RUN, "operands", "ops", "torch_ops", "embedding_op", "torch_embedding", "expert_ops"),
+    "decoder": (*RUN, "ops", "nn", "step_ops"),
     "hf": (*RUN, *STACKS, "recipes", "dialects", "checkpoint", "operands", "ops", "torch_ops", "nn"),
+    "products": (*BASE, "modules", "experts"),
+    "session": (*RUN, *STACKS, "dialects", "checkpoint", "plans", "timing", "decoder", "hf"),
+    "model_bench": ("errors", "findings", "decoder", "session", "timing"),
     "parallel": (*RUN, "ops", "torch_ops", "nn"),
     "timing": BASE,
     "trials": (*RUN, "lossy"),
@@ -97,7 +117,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- arrays <-
 kinds, shifts <- weight <- recipes, layouts; layouts <- dialects <- checkpoint <- writing <- tools <- cli, and
 layouts, lossy <- kernels <- operands <- int8_ops, remembered <- fp8_ops <- plans <- ops <- expert_ops <- nn; kernels <-
-tiers <- tools, for doctor; kernels, timing, trials <- tuning <- tuning_cuda <- cli, for tune."""
+tiers <- tools, for doctor; kernels <- forms <- plans <- tools, for plan; kernels, timing, trials <- tuning <-
+tuning_cuda <- cli, for tune."""
 
 CHAINS = {
     "checkpoint": {
@@ -105,6 +126,12 @@ CHAINS = {
         "writer": {"header", "reader", "workdir"},
         "outputs": {"header", "reader", "writer"},
         "consistency": {"header", "reader", "expert_checks"},
+    },
+    "decoder": {
+        "step": {"families"},
+        "runner": {"families", "sampling", "step"},
+        "whole": {"sampling"},
+        "loop": {"families", "runner", "sampling", "whole"},
     },
     "kernels": {
         "attention_base": {"base", "descriptors"},
@@ -115,6 +142,8 @@ CHAINS = {
         "int8": {"base"},
         "fp8": {"base"},
         "embedding": {"base"},
+        "step": {"base"},
+        "chain": {"base", "step"},
     },
     "kernels.cpu": {
         "exact": {"product_code"},

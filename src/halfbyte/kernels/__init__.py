@@ -6,19 +6,22 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, embedding, fp8, int8, reference
+from halfbyte.kernels import attention, chain, embedding, fp8, int8, reference, step
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
+from halfbyte.kernels.chain import ChainArgs
 from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
 from halfbyte.kernels.cuda import choices, columns, decode, decode_gluon, fp8_gluon, gemm, gemm_gluon, scaled_mm
 from halfbyte.kernels.cuda import embedding as cuda_embedding
+from halfbyte.kernels.cuda import step as cuda_step
 from halfbyte.kernels.descriptors import TensorDesc
 from halfbyte.kernels.embedding import EmbeddingArgs, EmbeddingCall
 from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
 from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
 from halfbyte.kernels.int8 import Int8Args, Int8Call
+from halfbyte.kernels.step import AddNormArgs, AttendArgs, GateArgs
 
 KERNELS: tuple[Kernel[Any, Any], ...] = (
     decode_gluon.GLUON,
@@ -35,6 +38,13 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     cuda_embedding.TRITON,
     embedding.TORCH,
     embedding.NUMPY,
+    cuda_step.ADD_NORM,
+    cuda_step.ATTEND,
+    cuda_step.GATE,
+    step.ADD_NORM,
+    step.ATTEND,
+    step.GATE,
+    chain.TORCH,
     cpu_int8.VNNI,
     cpu_int8.PORTABLE,
     int8.NUMPY,
@@ -56,9 +66,12 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
 
 __all__ = [
     "KERNELS",
+    "AddNormArgs",
+    "AttendArgs",
     "AttentionArgs",
     "AttentionCall",
     "Call",
+    "ChainArgs",
     "Cost",
     "EmbeddingArgs",
     "EmbeddingCall",
@@ -66,6 +79,7 @@ __all__ = [
     "FmhaV2Vit",
     "Fp8Args",
     "Fp8Call",
+    "GateArgs",
     "Int8Args",
     "Int8Call",
     "Kernel",

@@ -1,0 +1,194 @@
+"""What a decoder does to each token between its products: each op chooses its kernel once for calls of one kind.
+
+Tensors are torch's, without gradients. On a GPU nothing waits for the device, and all may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import UsageError
+from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, GateArgs, select
+from halfbyte.layouts import Packed
+from halfbyte.remembered import forced_name
+
+__all__ = ["add_norm", "attend", "chain", "gate"]
+
+_kernels: Final[dict[Any, Callable[[Any], None]]] = {}
+"""What runs on calls of one key."""
+
+
+def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add to the residual stream and normalize the sum, rounding as transformers' RMSNorm.
+
+    Args:
+        x: (M, H) float32, bfloat16 or float16.
+        residual: (M, H) of the same dtype; None for none.
+        weight: (H,) of the same dtype.
+        eps: added to the mean square.
+
+    Returns:
+        (M, H) ``round(weight * round(sum * rsqrt(mean(sum * sum) + eps)))``, and (M, H) ``sum = round(x + residual)``,
+        which is x itself where there is no residual.
+
+    Raises:
+        UsageError: tensors that do not fit each other.
+        NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
+    """
+    x = x if x.is_contiguous() else x.contiguous()
+    if residual is not None and not residual.is_contiguous():
+        residual = residual.contiguous()
+    normed = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    args = AddNormArgs(x=x, residual=residual, weight=weight, eps=eps, normed=normed, total=total)
+    _run(args, ("add_norm", x.shape, x.dtype, x.device, residual is None, forced_name()))
+    return normed, total
+
+
+def attend(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    window: int | None = None,
+    settled: bool = False,
+) -> Tensor:
+    """Rotate q and k of one new token of each sequence, write k and v to the cache, and attend to it.
+
+    Args:
+        qkv: (B, (Hq + 2 Hkv) D) float32, bfloat16 or float16: q, then k, then v.
+        cos: (T or more, D) float32.
+        sin: (T or more, D) float32.
+        positions: (B,) int64, how many entries there are already: where the new one is written.
+        keys: (B, Hkv, T, D), contiguous, of the dtype of qkv; written at ``positions``.
+        values: the same.
+        scale: of the scores.
+        q_norm: (D,) of that dtype: each head of q is normalized before it is rotated, as by ``add_norm``; None: not.
+        k_norm: the same of k.
+        eps: of both norms.
+        window: how many entries are seen at the most, the new one among them; None for all.
+        settled: on a GPU, that an operator of torch's ran on the stream after positions, cos, sin and the entries
+            before the new ones were written, and before what computed qkv. Then they are read while that still runs.
+
+    Returns:
+        (B, Hq D). On a GPU a position outside of the cache gives a row of NaN, and nothing is written.
+
+    Raises:
+        UsageError: tensors that do not fit each other; on the CPU a position outside of the cache.
+        NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
+    """
+    qkv = qkv if qkv.is_contiguous() else qkv.contiguous()
+    kv, dim = keys.shape[1], keys.shape[3]
+    out = torch.empty((len(qkv), qkv.shape[-1] - 2 * kv * dim), dtype=qkv.dtype, device=qkv.device)
+    args = AttendArgs(
+        qkv=qkv, cos=cos, sin=sin, positions=positions, keys=keys, values=values, q_norm=q_norm, k_norm=k_norm,
+        eps=eps, scale=scale, window=window, settled=settled, out=out,
+    )  # fmt: skip
+    kind = qkv.dtype, qkv.device, q_norm is None, k_norm is None, window
+    _run(args, ("attend", qkv.shape, keys.shape, *kind, forced_name()))
+    return out
+
+
+def chain(
+    residual: Tensor,
+    attended: Tensor,
+    o: Packed,
+    norm1: Tensor,
+    eps: float,
+    gate_up: Packed,
+    down: Packed,
+    norm2: Tensor | None = None,
+    qkv_next: Packed | None = None,
+    *,
+    activation: str,
+    eps2: float | None = None,
+    o_bias: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    qkv_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """All of a decoder layer that is between two attentions, the next layer's q, k and v too.
+
+    It is ``linear``, ``add_norm`` and ``gate`` one after the other; for few tokens on Hopper in one launch, whose sums
+    of products are in another order.
+
+    Args:
+        residual: (M, H) float32, bfloat16 or float16: the residual stream ahead of the attention.
+        attended: (M, A) of the same dtype.
+        o: (H, A).
+        norm1: (H,) of that dtype, of the norm ahead of gate_up.
+        eps: of that norm.
+        gate_up: (2 I, H), the rows of the gate, then those of up.
+        down: (H, I).
+        norm2: (H,), of the norm ahead of the next layer's attention; None behind the last layer.
+        qkv_next: (N, H), of the next layer; None behind the last one.
+        activation: "silu", "gelu", "gelu_tanh" or "relu2".
+        eps2: of the second norm; by default ``eps``.
+        o_bias: (H,), as the other biases float32, bfloat16 or float16.
+        gate_up_bias: (2 I,).
+        down_bias: (H,).
+        qkv_bias: (N,).
+
+    Returns:
+        (M, H) the residual stream behind the layer, and (M, N) the next layer's q, k and v or None.
+
+    Raises:
+        UsageError: tensors that do not fit each other, or one of norm2 and qkv_next alone.
+        NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
+    """
+    if (norm2 is None) is not (qkv_next is None):
+        raise UsageError("norm2 and qkv_next come together", got="one of them")
+    weights, biases, norms, epsilons = (o, gate_up, down), (o_bias, gate_up_bias, down_bias), (norm1,), (eps,)
+    total, qkv = torch.empty_like(residual, memory_format=torch.contiguous_format), None
+    if norm2 is not None and qkv_next is not None:
+        weights, biases = (*weights, qkv_next), (*biases, qkv_bias)
+        norms, epsilons = (norm1, norm2), (eps, eps if eps2 is None else eps2)
+        qkv = torch.empty((len(residual), qkv_next.shape[0]), dtype=residual.dtype, device=residual.device)
+    args = ChainArgs(
+        residual=residual.contiguous(), attended=attended.contiguous(), weights=weights, biases=biases, norms=norms,
+        eps=epsilons, activation=activation, total=total, qkv=qkv,
+    )  # fmt: skip
+    if len(residual):
+        select(ChainArgs, args.call()).run(args)
+    return total, qkv
+
+
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """Multiply by the activation of the gate.
+
+    Args:
+        gate_up: (M, 2 I) float32, bfloat16 or float16; gate, then up.
+        activation: "silu", "gelu", "gelu_tanh" or "relu2".
+
+    Returns:
+        (M, I) ``round(activation(gate) * up)``.
+
+    Raises:
+        UsageError: an unknown activation, or no two halves.
+        NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
+    """
+    gate_up = gate_up if gate_up.is_contiguous() else gate_up.contiguous()
+    m, width = gate_up.shape
+    out = torch.empty((m, width // 2), dtype=gate_up.dtype, device=gate_up.device)
+    args = GateArgs(gate_up=gate_up, activation=activation, out=out)
+    _run(args, ("gate", gate_up.shape, gate_up.dtype, gate_up.device, activation, forced_name()))
+    return out
+
+
+def _run(args: Any, key: tuple[Any, ...]) -> None:
+    run = _kernels.get(key)
+    if run is None:
+        run = _kernels[key] = select(type(args), args.call()).run
+    if all(key[1]):
+        run(args)

@@ -1,0 +1,153 @@
+"""The small kernels of a step against torch's; as a script, on the CPU, in Triton's interpreter.
+
+TRITON_INTERPRET=1 python -m gpu_step
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from halfbyte.kernels import step as reference
+from halfbyte.kernels.cuda import step
+from halfbyte.kernels.cuda.launch import options_of
+from halfbyte.kernels.cuda.step import Attend
+from halfbyte.kernels.step import ACTIVATIONS, AddNormArgs, AttendArgs, GateArgs
+
+DTYPES = ("float32", "bfloat16", "float16")
+HALF_ULP = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+def random(*shape: int, dtype: str = "float32", seed: int = 0, device: str = "cpu") -> Any:
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return made.to(getattr(torch, dtype)).to(device)
+
+
+ROWS = ((1, 4096), (3, 576), (2, 1000))
+WIDTHS = ((1, 14336), (3, 1000), (2, 7))
+
+
+def add_norms(device: str, dtypes: tuple[str, ...] = DTYPES) -> Iterator[str]:
+    for (m, h), dtype, residual in itertools.product(ROWS, dtypes, (True, False)):
+        x, r = (random(m, h, dtype=dtype, seed=seed, device=device) for seed in (0, 1))
+        weight = random(h, dtype=dtype, seed=2, device=device)
+        results = []
+        for launch in (reference.ADD_NORM.launch, step.launch_add_norm):
+            normed = torch.full_like(x, torch.nan)
+            total = torch.full_like(x, torch.nan) if residual else x
+            given = {"x": x, "residual": r if residual else None, "weight": weight, "eps": 1e-5}
+            launch(AddNormArgs(**given, normed=normed, total=total))
+            results.append((normed, total))
+        (expected, expected_total), (got, total) = results
+        name = f"add_norm {m}x{h} {dtype} {residual}"
+        assert torch.equal(total, expected_total), name
+        off = (got.double() - expected.double()).abs()
+        assert (off <= 4.04 * HALF_ULP[dtype] * expected.double().abs()).all(), name
+        assert (off > 0).float().mean() <= (1.0 if dtype == "float32" else 0.01), name
+        yield name
+
+
+def gates(device: str, dtypes: tuple[str, ...] = DTYPES) -> Iterator[str]:
+    for (m, width), dtype, activation in itertools.product(WIDTHS, dtypes, ACTIVATIONS):
+        both = 3 * random(m, 2 * width, dtype=dtype, device=device)
+        expected, got = (torch.full_like(both[:, :width].contiguous(), torch.nan) for _ in range(2))
+        reference.GATE.launch(GateArgs(gate_up=both, activation=activation, out=expected))
+        step.launch_gate(GateArgs(gate_up=both, activation=activation, out=got))
+        name = f"gate {m}x{width} {dtype} {activation}"
+        off = (got.double() - expected.double()).abs()
+        assert (off <= 2.02 * HALF_ULP[dtype] * expected.double().abs() + 1e-5).all(), (name, off.max())
+        yield name
+
+
+ATTENDED = [
+    # Hq, Hkv, D, positions, T, window, norms, configurations
+    (8, 2, 64, (0, 17, 63), 64, None, False, (Attend(1, 1), Attend(4), Attend(8, 2, 2))),
+    (4, 1, 128, (99, 31), 100, None, True, (Attend(1), Attend(3, 2, 8))),
+    (6, 2, 80, (40, 64), 70, 20, False, (Attend(2),)),
+    (10, 1, 96, (33,), 48, 1, True, (Attend(2, 2), Attend(1))),
+    (5, 5, 256, (50, 1), 64, 33, False, (Attend(4, 1), Attend(1))),
+    (4, 2, 64, (-1, 64, 5), 64, None, False, (Attend(2), Attend(1))),
+]
+
+
+def attended(case: Any, dtype: str, device: str) -> AttendArgs:
+    """The arguments of a case."""
+    heads, kv, dim, positions, room, window, norms, _ = case
+    b, of = len(positions), {"dtype": dtype, "device": device}
+    angles = 3 * random(room, dim // 2)
+    norm = [random(dim, seed=s, **of) + 1 if norms else None for s in (4, 5)]
+    return AttendArgs(
+        qkv=random(b, (heads + 2 * kv) * dim, **of), cos=angles.cos().repeat(1, 2).to(device),
+        sin=angles.sin().repeat(1, 2).to(device), positions=torch.tensor(positions, device=device),
+        keys=random(b, kv, room, dim, seed=2, **of), values=random(b, kv, room, dim, seed=3, **of), q_norm=norm[0],
+        k_norm=norm[1], eps=1e-6, scale=dim**-0.5, window=window, settled=False, out=random(b, heads * dim, **of),
+    )  # fmt: skip
+
+
+def attends(device: str, dtypes: tuple[str, ...] = DTYPES) -> Iterator[str]:
+    for case, dtype in itertools.product(ATTENDED, dtypes):
+        positions, room, configurations = case[3], case[4], case[7]
+        b = len(positions)
+        args = attended(case, dtype, device)
+        at = args.positions
+        valid = (at >= 0) & (at < room)
+        for i in range(b):
+            args.keys[i, :, max(0, positions[i]) :] = torch.nan  # never read
+            args.values[i, :, max(0, positions[i]) :] = torch.nan
+        name = f"attend {case[:7]} {dtype}"
+        expected = fresh(args)
+        inside = replace(expected, positions=at.where(valid, 0)) if device == "cpu" else expected
+        if device == "cpu" and not valid.all():
+            inside.keys.copy_(torch.where(valid[:, None, None, None], inside.keys, 0))
+        reference.ATTEND.launch(inside)
+        for made in configurations:
+            got, again = fresh(args), fresh(args)
+            step.launch_attend(got, made)
+            step.launch_attend(again, made)
+            assert torch.equal(_bits(got.out), _bits(again.out)), name
+            assert got.out[~valid].isnan().all(), name
+            for i in torch.nonzero(valid).flatten().tolist():
+                p = positions[i]
+                off = (got.keys[i, :, p].double() - expected.keys[i, :, p].double()).abs()
+                size = expected.keys[i, :, p].double().abs()
+                assert (off <= 4.04 * HALF_ULP[dtype] * size + 1e-6).all(), (name, made, off.max())
+                assert torch.equal(got.values[i, :, p], expected.values[i, :, p]), name
+            most = args.values.nan_to_num().double().abs().max()
+            off = (got.out - expected.out)[valid].double().abs()
+            assert (off <= 5 * HALF_ULP[dtype] * most + 1e-5).all(), (name, made, off.max())
+            for new, old in ((got.keys, args.keys), (got.values, args.values)):
+                kept = torch.ones(b, room, dtype=torch.bool, device=device)
+                kept[valid, at[valid]] = False
+                assert torch.equal(_bits(new).transpose(1, 2)[kept], _bits(old).transpose(1, 2)[kept]), name
+        yield name
+
+
+def jobs(capability: int, dtypes: tuple[str, ...] = DTYPES) -> Iterator[tuple[str, str, tuple[Any, Any, Any]]]:
+    """What all that compiles: the module, the name and what decides the program."""
+    made = []
+    for dtype in dtypes:
+        made += [("add_norm", *step.add_norm_parts(dtype, h, r, capability)) for _, h in ROWS for r in (True, False)]
+        made += [("gate", *step.gate_parts(dtype, i, a, capability)) for _, i in WIDTHS for a in ACTIVATIONS]
+        for case in ATTENDED:
+            call = attended(case, dtype, "cpu").call()
+            made += [("attend", *step.attend_parts(call, one, capability)) for one in case[7]]
+            made += [("add_up", *step.add_up_parts(call, one, capability)) for one in case[7] if one.splits > 1]
+    for name, signature, constants, warps in made:
+        yield "halfbyte.kernels.cuda.step_code", name, (signature, constants, options_of(warps=warps))
+
+
+def fresh(args: AttendArgs) -> AttendArgs:
+    """With copies of what is written."""
+    return replace(args, keys=args.keys.clone(), values=args.values.clone(), out=torch.full_like(args.out, 7.0))
+
+
+def _bits(a: Any) -> Any:
+    return a.view(torch.int32 if a.dtype == torch.float32 else torch.int16)
+
+
+if __name__ == "__main__":
+    print(*[len(list(check("cpu"))) for check in (add_norms, gates, attends)])
