@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +189,24 @@ class TestFiles:
         assert torch.equal(output(AutoModelForCausalLM.from_pretrained(tmp_path / "many")), output(quantized))
         quantized.save_pretrained(tmp_path / "bytes", max_shard_size=20_000)
         assert names_in(tmp_path / "bytes") == names_in(tmp_path / "many")
+
+    def test_weights_come_out_one_by_one(self, quantized, tmp_path, monkeypatch):
+        made, alive, to_bytes, weights = [], [], saving._bytes, saving.weights_of
+
+        def noted(model):
+            for name, weight in weights(model):
+                made.append(weakref.ref(weight))
+                yield name, weight
+
+        def counted(array):
+            alive.append(sum(ref() is not None for ref in made))
+            return to_bytes(array)
+
+        monkeypatch.setattr(saving, "weights_of", noted)
+        monkeypatch.setattr(saving, "_bytes", counted)
+        quantized.save_pretrained(tmp_path / "saved")
+        assert len(made) == 2 * 14  # their shapes, then their bytes
+        assert max(alive) == 1
 
     def test_what_there_is(self, quantized, tmp_path):
         quantized.save_pretrained(tmp_path / "new" / "deep")

@@ -27,7 +27,7 @@ from halfbyte.errors import TargetError, UsageError
 from halfbyte.experts import numbered, spelled
 from halfbyte.modules import QUANTIZED, Headers, Module, refuse_broken
 from halfbyte.nn import Experts, weights_of
-from halfbyte.stored import Stored, dtype_named
+from halfbyte.stored import Stored, header_dtype
 
 _REPLACED = ("config.json", "hf_quant_config.json", INDEX)
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -122,7 +122,7 @@ class _Content:
         self._model, self._dialect = model, dialect_named("modelopt")
         self._report = getattr(model, "halfbyte", None)
         self._dense = self._dense_tensors()
-        self.stored = [Stored(name, dtype_named(str(t.dtype)), tuple(t.shape)) for name, t in self._dense.items()]
+        self.stored = [Stored(name, header_dtype(t), tuple(t.shape)) for name, t in self._dense.items()]
         headers: dict[str, tuple[Any, dict[str, Stored]]] = {}
         for name, weight in weights_of(model):
             headers[name] = weight.kind, _headers(weight)
@@ -230,9 +230,7 @@ def _headers(weight: Any) -> dict[str, Stored]:
     found = {}
     for role, array in _arrays(weight).items():
         single = role in ("scale2", "scale", "input_scale") and all(size == 1 for size in array.shape)
-        found[role] = Stored(
-            role, _BYTES.get(role) or dtype_named(str(array.dtype)), () if single else tuple(array.shape)
-        )
+        found[role] = Stored(role, _BYTES.get(role) or header_dtype(array), () if single else tuple(array.shape))
     return found
 
 
