@@ -14,7 +14,7 @@ whose routing is refused elsewhere is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -130,25 +130,14 @@ class Stacks:
     def mlp(self, x: Tensor, e: int, mixture: Mixture) -> Tensor:
         """(M, H) float32: x through the expert at place e."""
         bias, down_bias = (None if b is None else b[e] for b in (self.gate_up_bias, self.down_bias))
-        return self._mlp(x, self._expert(self.gate_up, e), self._expert(self.down, e), bias, down_bias, mixture)
+        kept = _remembered if self.remember else product
+        return _mlp(x, self._expert(self.gate_up, e), self._expert(self.down, e), bias, down_bias, mixture, kept)
 
     def gathered(self, x: Tensor, e: Tensor, mixture: Mixture) -> Tensor:
         """The same for a place (1,) that only the device knows."""
         biases = (self.gate_up_bias, self.down_bias)
         bias, down_bias = (None if b is None else b.index_select(0, e)[0] for b in biases)
-        return self._mlp(x, _taken(self.gate_up, e), _taken(self.down, e), bias, down_bias, mixture)
-
-    def _mlp(
-        self, x: Tensor, gate_up: Packed, down: Packed, bias: Tensor | None, down_bias: Tensor | None, mixture: Mixture
-    ) -> Tensor:
-        both = self._product(x, gate_up, bias)
-        return self._product(mixture.activated(both).to(x.dtype), down, down_bias)
-
-    def _product(self, x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
-        y: Tensor = (
-            linear(x, weight, bias, out_dtype="float32") if self.remember else product(x, weight, bias, "float32")
-        )
-        return y
+        return _mlp(x, _taken(self.gate_up, e), _taken(self.down, e), bias, down_bias, mixture, product)
 
     def _expert(self, stack: Packed, e: int) -> Packed:
         memo = stack.memo
@@ -160,6 +149,24 @@ class Stacks:
         own = stack.expert(e)
         own.memo = memo.setdefault(("expert", e), {})
         return own
+
+
+def _mlp(
+    x: Tensor,
+    gate_up: Packed,
+    down: Packed,
+    bias: Tensor | None,
+    down_bias: Tensor | None,
+    mixture: Mixture,
+    linear: Callable[..., Any],
+) -> Tensor:
+    both = linear(x, gate_up, bias, "float32")
+    y: Tensor = linear(mixture.activated(both).to(x.dtype), down, down_bias, "float32")
+    return y
+
+
+def _remembered(x: Tensor, weight: Packed, bias: Tensor | None, out_dtype: str) -> Any:
+    return linear(x, weight, bias, out_dtype=out_dtype)
 
 
 def _taken(stack: Packed, e: Tensor) -> Packed:
@@ -209,7 +216,8 @@ def _sorted(hidden: Tensor, indices: Tensor, stacks: Stacks, mixture: Mixture) -
     (tokens, k), experts = indices.shape, mixture.experts
     ids = indices.reshape(-1).long()
     ids = ids.where((ids >= 0) & (ids < experts), experts)
-    counts = torch.bincount(ids, minlength=experts + 1).tolist()
+    counted = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
+    counts = counted.scatter_add_(0, ids, torch.ones_like(ids)).tolist()
     if counts[experts] and not mixture.padding:
         flat = [int(i) for i in indices.reshape(-1).tolist()]
         at = next(i for i, e in enumerate(flat) if not 0 <= e < experts)
@@ -229,7 +237,7 @@ def _sorted(hidden: Tensor, indices: Tensor, stacks: Stacks, mixture: Mixture) -
         own = order[start : start + count]
         y[own] = stacks.mlp(hidden[own // k], places[e], mixture)
         start += count
-    return y.reshape(tokens, k, -1)
+    return y.reshape(tokens, k, hidden.shape[1])
 
 
 def _in_graph(hidden: Tensor, indices: Tensor, stacks: Stacks, mixture: Mixture) -> Tensor:

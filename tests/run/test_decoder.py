@@ -15,10 +15,10 @@ from halfbyte.decoder.step import State, logits_of
 from halfbyte.errors import UsageError
 
 
-def stepped(decoder, tokens):
+def stepped(decoder, tokens, **options):
     """Logits (B, L, V) of tokens (B, L), step by step from an empty cache."""
     batch, length = tokens.shape
-    state, found = State.empty(decoder, batch, 64), []
+    state, found = State.empty(decoder, batch, 64, **options), []
     for i in range(length):
         state.tokens.copy_(tokens[:, i])
         state.positions.fill_(i)
@@ -43,6 +43,14 @@ class TestSteps:
             expected = model(tokens).logits
             got = stepped(Decoder.of(model), tokens)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+    def test_chained(self, family):
+        decoder, tokens = Decoder.of(swap(tiny(family), fuse=True)), ids(2, 5)
+        chains = [
+            layer.chains(behind) for layer, behind in zip(decoder.layers, [*decoder.layers[1:], None], strict=True)
+        ]
+        assert chains == [family != "qwen3_moe"] * 3
+        assert torch.equal(stepped(decoder, tokens, chained=True), stepped(decoder, tokens, chained=False))
 
     def test_bfloat16(self, family):
         model, tokens = tiny(family, dtype=torch.bfloat16), ids(2, 9)

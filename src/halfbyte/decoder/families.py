@@ -23,6 +23,7 @@ except ImportError:
     raise MissingExtraError("torch", "torch", "halfbyte.generate") from None
 
 from halfbyte import nn, ops
+from halfbyte.layouts import Packed
 
 FAMILIES: Final = (
     "LlamaForCausalLM",
@@ -36,8 +37,24 @@ ROTATIONS: Final = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 """Transformers' name of an activation -> that of ``gate``."""
 
-Product = Callable[[Tensor], Tensor]
-"""(M, K) to (M, N)."""
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """What takes (M, K) to (M, N); calling it does so.
+
+    Attributes:
+        run: the function.
+        packed: the weight, where it is NVFP4 and the result exact and of the dtype of x; else None.
+        bias: beside it.
+    """
+
+    run: Callable[[Tensor], Tensor]
+    packed: Packed | None = None
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(M, K) to (M, N)."""
+        return self.run(x)
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,11 @@ class Layer:
     gate_up: Product | None
     down: Product
 
+    def chains(self, behind: Layer | None) -> bool:
+        """Whether all its products between two attentions, with the next layer's qkv, have NVFP4 weights."""
+        products = [self.o, self.gate_up, self.down, *([] if behind is None else [behind.qkv])]
+        return all(product is not None and product.packed is not None for product in products)
+
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
@@ -91,7 +113,7 @@ class Decoder:
     """
 
     family: str
-    embed: Product
+    embed: Callable[[Tensor], Tensor]
     layers: tuple[Layer, ...]
     norm: Norm
     head: Product
@@ -259,7 +281,7 @@ def _whole(mlp: Module) -> Product:
         y: Tensor = mlp(x[:, None])
         return y[:, 0]
 
-    return run
+    return Product(run)
 
 
 def product(modules: Sequence[Any]) -> Product:
@@ -275,15 +297,18 @@ def product(modules: Sequence[Any]) -> Product:
         if group is not None:
             return product([group])
         parts = [product([module]) for module in modules]
-        return lambda x: torch.cat([part(x) for part in parts], -1)
+        return Product(lambda x: torch.cat([part(x) for part in parts], -1))
     (module,) = modules
     if type(module) is torch.nn.Linear:
         return _dense(module.weight.detach(), None if module.bias is None else module.bias.detach())
     if isinstance(module, nn.Linear | nn.TiedLinear):
         packed, bias = module.packed, getattr(module, "bias", None)
         to, precision = module.out_dtype, module.precision
-        return lambda x: ops.linear(x, packed, bias, out_dtype=to, precision=precision)
-    return module  # type: ignore[no-any-return]
+        plain = to is None and precision in (None, "exact")
+        return Product(
+            lambda x: ops.linear(x, packed, bias, out_dtype=to, precision=precision), packed if plain else None, bias
+        )
+    return Product(module)
 
 
 def _group(modules: Sequence[Any]) -> nn.Group | None:
@@ -294,7 +319,7 @@ def _group(modules: Sequence[Any]) -> nn.Group | None:
 
 
 def _dense(weight: Tensor, bias: Tensor | None) -> Product:
-    return lambda x: dense_linear(x, weight, bias)
+    return Product(lambda x: dense_linear(x, weight, bias))
 
 
 def _neighbours(model: Module) -> Iterator[list[Any]]:

@@ -18,6 +18,7 @@ from halfbyte.hf.pending import Pending
 from halfbyte.hf.plan import Layer, Stack, plan
 from halfbyte.hf.reading import read_dense, read_fp8, read_input_scale, read_stack, read_weight
 from halfbyte.hf.report import Entry, LoadReport
+from halfbyte.hf.saving import attach
 from halfbyte.layouts import Packed
 from halfbyte.modules import Module, kv_format
 from halfbyte.weight import Weight
@@ -32,7 +33,7 @@ class Filling:
         model: of transformers, on meta.
         checkpoint: its files.
         dtype: of activations.
-        options: fuse, precision and layout.
+        options: fuse, precision, layout and device.
     """
 
     def __init__(self, model: Any, checkpoint: Checkpoint, dtype: Any, options: Any) -> None:
@@ -65,6 +66,8 @@ class Filling:
     def finish(self) -> None:
         """Put the layers where their placeholders lie, and say in ``model.halfbyte`` what became of what."""
         self.model._keys_to_ignore_on_load_unexpected = self.ignored
+        if self.options.device is not None:
+            self.model.to(self.options.device)
         self.model._weight_conversions = [t for t in self.names.transforms if t.was_used()]
         dense: dict[str, int] = defaultdict(int)
         for tensor in {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}.values():
@@ -78,19 +81,19 @@ class Filling:
         self.report.entries += [Entry("", "dense", "", "", device, size) for device, size in dense.items()]
         self.report.seconds = time.perf_counter() - self.started
         self.model.halfbyte = self.report
+        attach(self.model)
 
     def _layers(self, group: list[Layer]) -> None:
         """One layer, or those that become one product."""
         first, modules = group[0], [layer.module for layer in group]
         device = self._device(first.path)
-        biases = [read_dense(self.checkpoint, b, self.dtype, device) for layer in group if (b := layer.bias)]
-        bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
+        biases = [layer.bias and read_dense(self.checkpoint, layer.bias, self.dtype, device) for layer in group]
         own = {"out_dtype": torch.float32 if first.path == self.head else None, "precision": self.options.precision}
         if first.module.kind == "fp8":
             fp8 = read_fp8(self.checkpoint, first.module, device)
             if own["precision"] != "fp8" or fp8.block is not None:
                 own["precision"] = None
-            self._put(first, nn.Fp8Linear(fp8, bias, **own))
+            self._put(first, nn.Fp8Linear(fp8, biases[0], **own))
             return
         inputs = [read_input_scale(self.checkpoint, module) for module in modules]
         one = inputs[0] if len(set(inputs)) == 1 else None
@@ -99,10 +102,10 @@ class Filling:
         if first.embedding:
             self._put(first, nn.Embedding(packed, dtype=self.dtype))
         elif len(group) == 1:
-            self._put(first, nn.Linear(packed, bias, **own))
+            self._put(first, nn.Linear(packed, biases[0], **own))
         else:
             sizes, scales = [module.shape[0] for module in modules], inputs if one is None and any(inputs) else None
-            made = nn.Group(packed, sizes, bias, **own, input_scales=scales)
+            made = nn.Group(packed, sizes, biases, **own, input_scales=scales)
             for layer, part in zip(group, made.parts(), strict=True):
                 self._put(layer, part)
 
@@ -170,7 +173,7 @@ class Filling:
         made.train(self.model.training)
         hook = getattr(self.model.get_submodule(path), "_hf_hook", None)
         if hook is not None:  # accelerate's, which moves activations between devices
-            from accelerate.hooks import add_hook_to_module
+            from accelerate.hooks import add_hook_to_module  # type: ignore[import-untyped]
 
             add_hook_to_module(made, hook)
         _put(self.model, path, made)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -63,10 +64,25 @@ def from_pretrained(
     folder, section = _located(path, bool(options.get("local_files_only")))
     trusted = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
     config = options.pop("config", None) or AutoConfig.from_pretrained(folder, **trusted)
-    config.quantization_config = HalfbyteConfig(section, METHOD, Options(fuse, precision, layout))
+    device = _one_device(device_map)
+    config.quantization_config = HalfbyteConfig(section, METHOD, Options(fuse, precision, layout, device))
     if dtype is not None:
         options["dtype"] = dtype
-    return _class_of(config).from_pretrained(folder, config=config, device_map=device_map, **options)
+    if device is None:
+        options["device_map"] = device_map
+    return _class_of(config).from_pretrained(folder, config=config, **options)
+
+
+def _one_device(device_map: Any) -> torch.device | None:
+    """The device on which a device_map puts all of a model; None where it tells more, or nothing."""
+    if isinstance(device_map, dict) and device_map.keys() == {""}:
+        device_map = device_map[""]
+    if isinstance(device_map, dict) or device_map in (None, "auto", "balanced", "balanced_low_0", "sequential", "disk"):
+        return None
+    try:
+        return torch.device(device_map)
+    except (RuntimeError, TypeError):
+        raise UsageError("not a device", got=repr(device_map), expected='such as "cuda", "cpu" or "auto"') from None
 
 
 def _located(path: str | os.PathLike[str], local_only: bool) -> tuple[Path, dict[str, Any]]:

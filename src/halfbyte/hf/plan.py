@@ -317,8 +317,6 @@ class _Planner:
             return f"{', '.join(names)} are {kinds[0]}"
         if len({layer.module.shape[-1] for layer in layers}) > 1:
             return f"{', '.join(names)} have different K"
-        if len({layer.bias is None for layer in layers}) > 1:
-            return f"some of {', '.join(names)} have a bias"
         if any(layer.tied or layer.embedding for layer in layers):
             return f"some of {', '.join(names)} are tied"
         scales = [layer.module.roles.get("pre_scale") for layer in layers]

@@ -1,4 +1,4 @@
-"""The hook by which transformers loads checkpoints of this library's kinds: it reads what is dense, halfbyte the rest."""
+"""The hook by which transformers loads such checkpoints: it reads what is dense, halfbyte the rest."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoint.reader import open_checkpoint
@@ -24,11 +29,16 @@ METHODS: Final = ("modelopt", METHOD)
 
 @dataclass(frozen=True)
 class Options:
-    """How a checkpoint is loaded; see ``halfbyte.hf.from_pretrained``."""
+    """How a checkpoint is loaded; see ``halfbyte.hf.from_pretrained``.
+
+    Attributes:
+        device: where all of the model goes; None where transformers says what goes where.
+    """
 
     fuse: bool = True
     precision: str | None = None
     layout: str | None = None
+    device: Any = None
 
 
 class HalfbyteConfig(QuantizationConfigMixin):
@@ -62,7 +72,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         return {"quant_method": self.quant_method} | copy.deepcopy(self.section)
 
 
-class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
+class HalfbyteQuantizer(HfQuantizer):
     """Loads quantized layers packed.
 
     Before transformers loads, what the checkpoint holds is proven against the model, and placeholders without data
@@ -102,8 +112,8 @@ class HalfbyteQuantizer(HfQuantizer):  # type: ignore[misc]
                 got=sorted(Path(file).name for file in files)[:4],
                 expected=sorted(shards)[:4],
             )
-        options = self.quantization_config.options
-        self._filling = Filling(model, checkpoint, kwargs.get("dtype"), options)
+        config: Any = self.quantization_config
+        self._filling = Filling(model, checkpoint, kwargs.get("dtype"), config.options)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

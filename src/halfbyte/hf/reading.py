@@ -11,7 +11,6 @@ import torch
 
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.errors import FormatError
-from halfbyte.layouts import Rows
 from halfbyte.modules import Module, fp8_scale
 from halfbyte.stored import Stored
 from halfbyte.weight import Fp8Weight, Weight, to_torch
@@ -46,10 +45,9 @@ def _read(checkpoint: Checkpoint, experts: Sequence[Sequence[Module]], stacked: 
         scale2 = np.ascontiguousarray(scale2[:, :1])
     pre = experts[0][0].roles.get("pre_scale")
     pre_scale = None if pre is None else to_torch(checkpoint.read(pre).reshape(k))
-    arrays = (codes, scales, torch.from_numpy(scale2))
-    if not stacked:
-        arrays = tuple(a[0] for a in arrays)
-    return Weight(codes=arrays[0], scales=arrays[1], scale2=arrays[2], pre_scale=pre_scale)
+    made = codes, scales, torch.from_numpy(scale2)
+    codes, scales, second = made if stacked else (a[0] for a in made)
+    return Weight(codes=codes, scales=scales, scale2=second, pre_scale=pre_scale)
 
 
 def _into(checkpoint: Checkpoint, tensor: Stored, rows: torch.Tensor) -> None:

@@ -6,9 +6,10 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, embedding, fp8, int8, reference, step
+from halfbyte.kernels import attention, chain, embedding, fp8, int8, reference, step
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
+from halfbyte.kernels.chain import ChainArgs
 from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
 from halfbyte.kernels.cuda import choices, columns, decode, decode_gluon, fp8_gluon, gemm, gemm_gluon, scaled_mm
@@ -43,6 +44,7 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     step.ADD_NORM,
     step.ATTEND,
     step.GATE,
+    chain.TORCH,
     cpu_int8.VNNI,
     cpu_int8.PORTABLE,
     int8.NUMPY,
@@ -69,6 +71,7 @@ __all__ = [
     "AttentionArgs",
     "AttentionCall",
     "Call",
+    "ChainArgs",
     "Cost",
     "EmbeddingArgs",
     "EmbeddingCall",

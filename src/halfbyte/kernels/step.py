@@ -27,10 +27,10 @@ DTYPES: Final = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class StepCall:
-    """What decides which kernel runs, of all three ops.
+    """What decides which kernel runs, of all these ops.
 
     Args:
-        op: "add_norm", "attend" or "gate".
+        op: "add_norm", "attend", "gate" or "chain".
         rows: M, or B.
         dtype: of the activations.
         device: "cpu", "cuda", ...
@@ -107,7 +107,7 @@ class AddNormArgs:
     total: Array
 
     def __post_init__(self) -> None:
-        shape = _matrix(self.x, "x", 2)
+        shape = check_axes(self.x, "x", 2)
         residual = {} if self.residual is None else {"residual": shape}
         _check(self, self.x, residual | {"x": shape, "weight": shape[1:], "normed": shape, "total": shape})
 
@@ -118,7 +118,7 @@ class AddNormArgs:
     def call(self) -> AddNormCall:
         """What decides which kernel runs on these arrays."""
         rows, width = self.x.shape
-        return AddNormCall(width=width, residual=self.residual is not None, **_place(self.x, rows))
+        return AddNormCall(width=width, residual=self.residual is not None, **place_of(self.x, rows))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,7 +137,7 @@ class GateArgs:
     out: Array
 
     def __post_init__(self) -> None:
-        m, width = _matrix(self.gate_up, "gate_up", 2)
+        m, width = check_axes(self.gate_up, "gate_up", 2)
         if width % 2:
             raise UsageError("gate_up has no two halves", got=(m, width), expected="(M, 2 I)")
         if self.activation not in ACTIVATIONS:
@@ -151,7 +151,7 @@ class GateArgs:
     def call(self) -> GateCall:
         """What decides which kernel runs on these arrays."""
         rows, width = self.gate_up.shape
-        return GateCall(width=width // 2, activation=self.activation, **_place(self.gate_up, rows))
+        return GateCall(width=width // 2, activation=self.activation, **place_of(self.gate_up, rows))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -201,8 +201,8 @@ class AttendArgs:
     out: Array
 
     def __post_init__(self) -> None:
-        b, width = _matrix(self.qkv, "qkv", 2)
-        cache = _matrix(self.keys, "keys", 4)
+        b, width = check_axes(self.qkv, "qkv", 2)
+        cache = check_axes(self.keys, "keys", 4)
         kv, room, dim = cache[1:]
         heads = width // dim - 2 * kv if dim else 0
         if cache[0] != b or not dim or dim % 2 or width % dim or heads < 1 or not kv or heads % kv:
@@ -237,34 +237,39 @@ class AttendArgs:
             q_norm=self.q_norm is not None,
             k_norm=self.k_norm is not None,
             window=self.window,
-            **_place(self.qkv, b),
+            **place_of(self.qkv, b),
         )
 
 
-def _matrix(a: Array, name: str, axes: int) -> tuple[int, ...]:
+def check_axes(a: Array, name: str, axes: int) -> tuple[int, ...]:
+    """The shape; UsageError where there are other axes."""
     if len(a.shape) != axes:
         raise UsageError(f"{name} has other axes", got=tuple(a.shape), expected=f"{axes} of them")
     return tuple(a.shape)
 
 
-def _check(args: Any, like: Array, shapes: dict[str, tuple[int, ...]], dtype: str | None = None) -> None:
-    """UsageError where arrays of a bundle are of other shapes, of another dtype, or on another device than ``like``."""
+def check(op: str, name: str, a: Array, like: Array, shape: tuple[int, ...], dtype: str | None = None) -> None:
+    """UsageError where an array of an op is of another shape, of another dtype, or on another device than ``like``."""
     wanted = dtype_name(like.dtype) if dtype is None else dtype
     if dtype is None and wanted not in DTYPES:
-        raise UsageError(f"{args.op} takes floats", got=wanted, expected=" or ".join(DTYPES))
+        raise UsageError(f"{op} takes floats", got=wanted, expected=" or ".join(DTYPES))
+    if tuple(a.shape) != shape:
+        raise UsageError(f"{name} does not fit {op}", got=tuple(a.shape), expected=shape)
+    if dtype_name(a.dtype) != wanted:
+        raise UsageError(f"{name} does not fit {op}", got=dtype_name(a.dtype), expected=wanted)
+    if getattr(a, "device", None) != getattr(like, "device", None):
+        raise UsageError(f"{name} is on another device", got=str(a.device), expected=str(like.device))
+    if is_torch(a) and not a.is_contiguous():
+        raise UsageError(f"{name} has gaps", got=f"strides {a.stride()}", hint="make it contiguous")
+
+
+def _check(args: Any, like: Array, shapes: dict[str, tuple[int, ...]], dtype: str | None = None) -> None:
     for name, shape in shapes.items():
-        a = getattr(args, name)
-        if tuple(a.shape) != shape:
-            raise UsageError(f"{name} does not fit {args.op}", got=tuple(a.shape), expected=shape)
-        if dtype_name(a.dtype) != wanted:
-            raise UsageError(f"{name} does not fit {args.op}", got=dtype_name(a.dtype), expected=wanted)
-        if getattr(a, "device", None) != getattr(like, "device", None):
-            raise UsageError(f"{name} is on another device", got=str(a.device), expected=str(like.device))
-        if is_torch(a) and not a.is_contiguous():
-            raise UsageError(f"{name} has gaps", got=f"strides {a.stride()}", hint="make it contiguous")
+        check(args.op, name, getattr(args, name), like, shape, dtype)
 
 
-def _place(a: Array, rows: int) -> dict[str, Any]:
+def place_of(a: Array, rows: int) -> dict[str, Any]:
+    """What a StepCall has beside its op."""
     return {
         "rows": rows,
         "dtype": dtype_name(a.dtype),

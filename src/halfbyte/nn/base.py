@@ -65,6 +65,15 @@ class Holder(torch.nn.Module):
         if key != self._key:
             raise UsageError("the state dict holds another layout", got=key, expected=self._key)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """One scale2 may be loaded where this module has one for each row, and the reverse."""
+        given, own = state_dict.get(f"{prefix}scale2"), self.held()["scale2"]
+        *experts, n, _ = self.shape
+        legal = (*experts, 1, 1), (*experts, n, 1)
+        if given is not None and tuple(given.shape) in legal and given.shape != own.shape:
+            self._buffers["scale2"] = own.new_empty(given.shape)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_packed": None}
 

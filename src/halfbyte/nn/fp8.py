@@ -88,14 +88,18 @@ class Fp8Linear(torch.nn.Module):
         if self.precision == "fp8":
             y: Tensor = linear(x, self.weight, self.bias, out_dtype=to)
             return y
-        rows = x.reshape(-1, self.in_features)
+        k = self.in_features
+        if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UsageError("x is of the wrong dtype", got=str(x.dtype), expected="float32, bfloat16, float16")
+        if x.ndim < 1 or x.shape[-1] != k:
+            raise UsageError("the last axis of x is not the weight's K", got=tuple(x.shape), expected=f"(..., {k})")
+        rows = x.reshape(-1, k)
         if self.pre_scale is not None:
             rows = rows.float() * self.pre_scale.float()
         values = self.data.view(torch.float8_e4m3fn)
         if self.block is not None:
-            n, k = self.block
-            scale = self.scale.repeat_interleave(n, 0)[: self.out_features]
-            scale = scale.repeat_interleave(k, 1)[:, : self.in_features]
+            scale = self.scale.repeat_interleave(self.block[0], 0)[: self.out_features]
+            scale = scale.repeat_interleave(self.block[1], 1)[:, :k]
             total = rows.float() @ (values.float() * scale).T
         elif rows.is_cuda and rows.dtype != torch.float32:
             total = torch.mm(rows, values.to(rows.dtype).T, out_dtype=torch.float32) * self.scale.reshape(-1)
