@@ -17,6 +17,7 @@ demo: $(VENV)/.demo
 # for a torch that is imported and not needed, which takes one that is there, and others run code of Numba's.
 test: $(VENV)/.test check
 	$(BIN)/python -m pytest tests/run $(WITH_NUMBA:%=tests/files/test_%.py) $(SPREAD)
+	scripts/test_transformers $(SPREAD)
 	scripts/test_wheel $(PYTHON) $(SPREAD)
 
 check: $(VENV)/.test
@@ -62,4 +63,4 @@ fuzz: $(VENV)/.test
 	$(BIN)/python scripts/fuzz.py -max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=1000 -len_control=0 -max_len=4096
 
 clean:
-	rm -rf $(VENV) .venv-wheel demo-out dist build
+	rm -rf $(VENV) .venv-wheel .venv-transformers-* demo-out dist build

@@ -58,7 +58,10 @@ MODELS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (llama, qwen2, q
 def build(name: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: Any) -> Any:
     """A model in eval mode, on the CPU; the same for the same seed."""
     torch.manual_seed(seed)
-    return MODELS[name](**changes).to(dtype).eval()
+    model = MODELS[name](**changes).eval()
+    for parameter in model.parameters():  # and no buffers: frequencies of rotary embeddings stay float32, as loaded
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def output(model: Any, length: int = 7) -> torch.Tensor:

@@ -24,7 +24,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "explanations": ("errors", "findings"),
     "numerics": ("errors",),
     "stored": ("errors",),
-    "patterns": ("errors",),
+    "patterns": ("errors", "numerics"),
     "tasks": ("errors", "jit"),
     "modules": BASE,
     "experts": (*BASE, "modules"),
@@ -103,7 +103,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "expert_ops": (*RUN, "operands", "ops", "torch_ops"),
     "nn": (*RUN, "operands", "ops", "torch_ops", "embedding_op", "torch_embedding", "expert_ops"),
     "decoder": (*RUN, "ops", "nn", "step_ops"),
-    "hf": (*RUN, "ops", "torch_ops", "nn"),
+    "hf": (*RUN, *STACKS, "recipes", "dialects", "checkpoint", "operands", "ops", "torch_ops", "nn"),
     "products": (*BASE, "modules", "experts"),
     "session": (*RUN, *STACKS, "dialects", "checkpoint", "plans", "timing", "decoder", "hf"),
     "model_bench": ("errors", "findings", "decoder", "session", "timing"),
@@ -162,9 +162,18 @@ CHAINS = {
         "fp8": {"base"},
         "swap": {"linear"},
     },
+    "hf": {
+        "filling": {"fusing", "names", "pending", "plan", "reading", "report", "saving"},
+        "loading": {"quantizer"},
+        "plan": {"fusing", "names", "report"},
+        "quantizer": {"filling", "pending"},
+        "choosing": {"fusing"},
+        "quantizing": {"choosing", "fusing", "quantizer", "report", "saving"},
+    },
     "recipes": {"base": {"blocks_code"}, "cuda": {"base", "cuda_code"}, "rtn": {"base", "blocks_code", "cuda"}},
 }
 """In checkpoint: header <- reader <- writer <- outputs, and expert_checks, reader <- consistency; workdir <- writer.
+In hf: names, fusing <- plan <- filling <- quantizer <- loading, and saving <- filling; choosing <- quantizing.
 In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention.
 What ends in _code is loaded only to run."""
 

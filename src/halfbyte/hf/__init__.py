@@ -16,8 +16,8 @@ except ImportError as error:
 
 from halfbyte.hf.loading import from_pretrained
 from halfbyte.hf.quantizer import HalfbyteConfig, HalfbyteQuantizer, register
-from halfbyte.hf.quantizing import QuantizedLayer, QuantizeModelReport, quantize_model
-from halfbyte.hf.report import LoadReport
+from halfbyte.hf.quantizing import quantize_model
+from halfbyte.hf.report import LoadReport, QuantizedLayer, QuantizeModelReport
 from halfbyte.hf.saving import save_pretrained
 
 __all__ = [

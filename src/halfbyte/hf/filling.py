@@ -18,6 +18,7 @@ from halfbyte.hf.pending import Pending
 from halfbyte.hf.plan import Layer, Stack, plan
 from halfbyte.hf.reading import read_dense, read_fp8, read_input_scale, read_stack, read_weight
 from halfbyte.hf.report import Entry, LoadReport
+from halfbyte.hf.saving import attach
 from halfbyte.layouts import Packed
 from halfbyte.modules import Module, kv_format
 from halfbyte.weight import Weight
@@ -83,6 +84,7 @@ class Filling:
         self.report.entries += [Entry("", "dense", "", "", device, size) for device, size in sizes.items()]
         self.report.seconds = time.perf_counter() - self.started
         self.model.halfbyte = self.report
+        attach(self.model)
 
     def _layers(self, group: list[Layer]) -> None:
         """One layer, or those that become one product."""

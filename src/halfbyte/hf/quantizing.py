@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,82 +15,21 @@ from transformers import PreTrainedModel
 
 from halfbyte import gpu
 from halfbyte.errors import HalfbyteError, QuantizeError, UsageError
-from halfbyte.hf.fusing import default_layout, experts_of, experts_refusal, packed_for, siblings
+from halfbyte.hf.choosing import STACKS, Chosen, Matrix
+from halfbyte.hf.fusing import default_layout, experts_of, packed_for, siblings
 from halfbyte.hf.quantizer import mark
+from halfbyte.hf.report import QuantizedLayer, QuantizeModelReport
 from halfbyte.hf.saving import attach
 from halfbyte.layouts import Layout, Rows, parse
 from halfbyte.nn import Embedding, Group, Linear, TiedLinear
 from halfbyte.numerics import BLOCK
-from halfbyte.patterns import Patterns, fused_group, is_head, reason_to_skip
+from halfbyte.patterns import Patterns, fused_group, is_head
 from halfbyte.recipes import finite_amax, quantize, recipe_named
 from halfbyte.weight import Weight, to_numpy
-
-_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Parameter of an experts module -> the layers that it holds for each expert."""
 
 _SECTION = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
 _CHUNK = 4 << 20
 """Values that an error is measured of at once."""
-
-
-@dataclass(frozen=True)
-class QuantizedLayer:
-    """One weight that became NVFP4.
-
-    Attributes:
-        name: of the module, or of the parameter of an experts module.
-        shape: (N, K), or (E, N, K).
-        error: ``norm(q - w) / norm(w)``.
-        bytes_before, bytes_after: of the weight.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    error: float
-    bytes_before: int
-    bytes_after: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizeModelReport:
-    """What quantize_model did.
-
-    Attributes:
-        layers: in the order of the model.
-        skipped: (name, reason) of each other matrix.
-        notes: patterns that selected nothing, and layouts that could not hold a weight.
-        error: of all layers together.
-        seconds: in all.
-    """
-
-    layers: tuple[QuantizedLayer, ...]
-    skipped: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...] = ()
-    error: float
-    seconds: float
-
-    @property
-    def bytes_before(self) -> int:
-        """Of the layers' weights."""
-        return sum(layer.bytes_before for layer in self.layers)
-
-    @property
-    def bytes_after(self) -> int:
-        """The same after."""
-        return sum(layer.bytes_after for layer in self.layers)
-
-    def __str__(self) -> str:
-        worst = max(self.layers, key=lambda layer: layer.error)
-        lines = [
-            f"{len(self.layers)} weights are NVFP4 now: {self.bytes_before / 1e6:.1f} MB became "
-            f"{self.bytes_after / 1e6:.1f} MB in {self.seconds:.1f} s",
-            f"relative error {self.error:.4f}; the largest is {worst.error:.4f}, of {worst.name}",
-        ]
-        reasons: dict[str, list[str]] = defaultdict(list)
-        for name, reason in self.skipped:
-            reasons[reason].append(name)
-        lines += [f"{len(names)} stay as they are ({reason}): {names[0]}" for reason, names in reasons.items()]
-        return "\n".join([*lines, *self.notes])
 
 
 @torch.no_grad()
@@ -132,7 +71,7 @@ def quantize_model(
         LayoutError: a layout that cannot hold a weight.
     """
     begin = time.perf_counter()
-    chosen = _Chosen(model, Patterns(include), Patterns(exclude))
+    chosen = Chosen(model, Patterns(include), Patterns(exclude))
     run = _Run(model, chosen, recipe, share_scale2, parse(layout) if isinstance(layout, str) else layout)
     try:
         run.replace_all(fuse)
@@ -149,129 +88,6 @@ def quantize_model(
     )
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """One matrix to quantize; it is looked up in the model when it is needed, so that nothing else holds it.
-
-    Attributes:
-        name: as patterns know it.
-        module: the name of the module that has it.
-        parameter: of that module.
-        expert, half: which part of a stack.
-    """
-
-    name: str
-    module: str
-    parameter: str = "weight"
-    expert: int | None = None
-    half: tuple[int, int] = (0, 1)
-
-    def of(self, model: Any) -> Tensor:
-        """(N, K), a view."""
-        whole: Tensor = getattr(model.get_submodule(self.module), self.parameter)
-        if self.expert is None:
-            return whole
-        (i, of), n = self.half, whole.shape[1]
-        return whole[self.expert, i * n // of : (i + 1) * n // of]
-
-
-class _Chosen:
-    """Which weights of a model become NVFP4.
-
-    Attributes:
-        layers: in the order of the model.
-        paths: in the order of the model, module with chosen weights -> all modules that share them, itself first;
-            an experts module has none that share.
-        skipped: name -> reason of the other matrices.
-    """
-
-    def __init__(self, model: Any, include: Patterns, exclude: Patterns) -> None:
-        self._model, self._include, self._exclude = model, include, exclude
-        self.layers: list[_Layer] = []
-        self.paths: dict[str, list[str]] = {}
-        self.skipped: dict[str, str] = {}
-        done: set[int] = set()
-        shared: dict[int, list[str]] = defaultdict(list)
-        for name, module in model.named_modules(remove_duplicate=False):
-            if isinstance(weight := module._parameters.get("weight"), Tensor) and weight.ndim == 2:
-                shared[id(weight)].append(name)
-        ties = {key.removesuffix(".weight") for key in getattr(model, "all_tied_weights_keys", {})}
-        for name, module in model.named_modules():
-            weight = module._parameters.get("weight")
-            if hasattr(module, "layout") and hasattr(module, "weights"):
-                self.skipped[name] = "quantized already"
-            elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
-                self._experts(name, module)
-            elif weight is not None and weight.ndim == 2 and id(weight) not in done:
-                done.add(id(weight))
-                self._matrix(sorted(shared[id(weight)], key=lambda path: path in ties))
-        if not self.layers:
-            raise UsageError("there is no weight to quantize", got=f"{len(self.skipped)} that are skipped")
-
-    def idle(self) -> list[str]:
-        """The patterns that selected nothing, in words."""
-        unused = [*self._include.unused(), *self._exclude.unused()]
-        return [f"the pattern {pattern!r} selects nothing" for pattern in unused]
-
-    def _matrix(self, paths: list[str]) -> None:
-        """Decide on a weight with two axes that the modules ``paths`` share; checkpoints have it under the first."""
-        name, *others = paths
-        modules = [self._model.get_submodule(path) for path in paths]
-        reason = reason_to_skip(name, modules[0].weight.shape, self._include, self._exclude)
-        plain = torch.nn.Embedding, torch.nn.Linear
-        if reason is None and type(modules[0]) not in plain:
-            reason = f"{type(modules[0]).__name__} is not a linear layer of torch"
-        if reason is None and type(modules[0]) is torch.nn.Embedding and not self._include:
-            reason = "embedding"
-        if reason is not None:
-            self.skipped[name] = reason
-            wanted = [path for path in others if self._include.first(path, "Linear")]
-            if wanted:
-                raise UsageError("the weight is shared with a module that is not included", tensor=wanted[0], got=name)
-            return
-        for path, module in zip(others, modules[1:], strict=True):
-            if module is not modules[0] and (type(module) is not torch.nn.Linear or module.bias is not None):
-                kind = f"{type(module).__name__} {path}"
-                raise UsageError("the weight is shared with a module that cannot share it", tensor=name, got=kind)
-        for path, module in zip(paths, modules, strict=True):
-            _refuse_hooks(path, module)
-        self.layers.append(_Layer(name, name))
-        self.paths[name] = paths
-
-    def _experts(self, name: str, module: Any) -> None:
-        """Decide on the experts of one module: all of them or none."""
-        refusal = experts_refusal(module)
-        if refusal is not None:
-            self.skipped[name] = refusal
-            return
-        layers = [
-            _Layer(f"{name}.{e}.{part}", name, parameter, e, (i, len(parts)))
-            for e in range(module.num_experts)
-            for parameter, parts in _STACKS.items()
-            for i, part in enumerate(parts)
-        ]
-        reasons = {
-            layer.name: reason_to_skip(layer.name, layer.of(self._model).shape, self._include, self._exclude)
-            for layer in layers
-        }
-        chosen = [layer.name for layer in layers if reasons[layer.name] is None]
-        if not chosen:
-            self.skipped[name] = str(reasons[layers[0].name])
-            return
-        if left := [layer.name for layer in layers if reasons[layer.name] is not None]:
-            hint = "the experts of one module are quantized together: select all of them, or none"
-            raise UsageError("some experts would stay dense", tensor=left[0], got=reasons[left[0]], hint=hint)
-        _refuse_hooks(name, module)
-        self.layers += layers
-        self.paths[name] = [name]
-
-
-def _refuse_hooks(name: str, module: Any) -> None:
-    if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
-        hint = "remove it, or quantize the model before it is dispatched over devices"
-        raise UsageError("the module has a hook, which its successor would not have", tensor=name, hint=hint)
-
-
 class _Run:
     """Checks all weights, then replaces module after module.
 
@@ -280,7 +96,7 @@ class _Run:
         notes: of layouts.
     """
 
-    def __init__(self, model: Any, chosen: _Chosen, recipe: str, share: bool, layout: Layout | None) -> None:
+    def __init__(self, model: Any, chosen: Chosen, recipe: str, share: bool, layout: Layout | None) -> None:
         self._model, self._chosen, self._layout = model, chosen, layout
         self._recipe = recipe_named(recipe)
         self.layers: list[QuantizedLayer] = []
@@ -299,7 +115,7 @@ class _Run:
         """Of all layers together."""
         return (self._wrong / self._total) ** 0.5 if self._total else 0.0
 
-    def _peak(self, layer: _Layer) -> np.float32:
+    def _peak(self, layer: Matrix) -> np.float32:
         """The largest magnitude of a weight that can be quantized.
 
         Raises:
@@ -341,7 +157,7 @@ class _Run:
 
     def _replace(self, name: str) -> None:
         old, (path, *others) = self._model.get_submodule(name), self._chosen.paths[name]
-        weight = self._quantized(_Layer(name, name))
+        weight = self._quantized(Matrix(name, name))
         packed, note = packed_for(weight, self._layout, old.weight.dtype)
         self._noted(name, note)
         new: Any
@@ -356,7 +172,7 @@ class _Run:
 
     def _replace_group(self, names: Sequence[str]) -> None:
         old = [self._model.get_submodule(name) for name in names]
-        weights = [self._quantized(_Layer(name, name)) for name in names]
+        weights = [self._quantized(Matrix(name, name)) for name in names]
         n, k = sum(weight.n for weight in weights), weights[0].k
         layout = self._layout or default_layout(old[0].weight.device, old[0].weight.dtype)
         if self._layout is None and (reason := layout.needs((n, k))):
@@ -369,10 +185,10 @@ class _Run:
     def _replace_experts(self, name: str) -> None:
         old = self._model.get_submodule(name)
         packed = {}
-        for parameter, parts in _STACKS.items():
+        for parameter, parts in STACKS.items():
             whole = getattr(old, parameter)
             layers = [
-                _Layer(f"{name}.{e}.{part}", name, parameter, e, (i, len(parts)))
+                Matrix(f"{name}.{e}.{part}", name, parameter, e, (i, len(parts)))
                 for e in range(len(whole))
                 for i, part in enumerate(parts)
             ]
@@ -381,7 +197,7 @@ class _Run:
             self._noted(f"{name}.{parameter}", note)
         self._put(name, experts_of(old, packed["gate_up_proj"], packed["down_proj"]))
 
-    def _stacked(self, name: str, whole: Tensor, layers: Iterable[_Layer]) -> Weight:
+    def _stacked(self, name: str, whole: Tensor, layers: Iterable[Matrix]) -> Weight:
         """The layers of all experts of a parameter (E, N, K) as one weight."""
         (e, n, k), device = whole.shape, whole.device
         codes = torch.empty(e, n, k // 2, dtype=torch.uint8, device=device)
@@ -400,12 +216,12 @@ class _Run:
         self._done(name, whole, weight, wrong, total)
         return weight
 
-    def _quantized(self, layer: _Layer) -> Weight:
+    def _quantized(self, layer: Matrix) -> Weight:
         weight, wrong, total = self._encoded(layer)
         self._done(layer.name, layer.of(self._model), weight, wrong, total)
         return weight
 
-    def _encoded(self, layer: _Layer) -> tuple[Weight, float, float]:
+    def _encoded(self, layer: Matrix) -> tuple[Weight, float, float]:
         """The weight, and the sums of squares of its error and of its values."""
         dense = layer.of(self._model).detach()
         on_cpu = dense.device.type != "cuda" or gpu.missing() is not None
@@ -443,15 +259,11 @@ def _squares(dense: Tensor, weight: Weight) -> tuple[float, float]:
     return wrong, total
 
 
-class _named:
-    """Gives an error about a weight the weight's name."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, HalfbyteError):
-            error.tensor = error.tensor or self._name
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Give an error about a weight the weight's name."""
+    try:
+        yield
+    except HalfbyteError as error:
+        error.tensor = error.tensor or name
+        raise

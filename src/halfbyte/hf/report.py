@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,66 @@ class LoadReport:
         if self.kept:
             lines.append(f"  {len(self.kept)} tensors kept, not computed with: {few(self.kept)}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """One weight that became NVFP4.
+
+    Attributes:
+        name: of the module, or of the parameter of an experts module.
+        shape: (N, K), or (E, N, K).
+        error: ``norm(q - w) / norm(w)``.
+        bytes_before, bytes_after: of the weight.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    error: float
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeModelReport:
+    """What quantize_model did.
+
+    Attributes:
+        layers: in the order of the model.
+        skipped: (name, reason) of each other matrix.
+        notes: patterns that selected nothing, and layouts that could not hold a weight.
+        error: of all layers together.
+        seconds: in all.
+    """
+
+    layers: tuple[QuantizedLayer, ...]
+    skipped: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
+    error: float
+    seconds: float
+
+    @property
+    def bytes_before(self) -> int:
+        """Of the layers' weights."""
+        return sum(layer.bytes_before for layer in self.layers)
+
+    @property
+    def bytes_after(self) -> int:
+        """The same after."""
+        return sum(layer.bytes_after for layer in self.layers)
+
+    def __str__(self) -> str:
+        worst = max(self.layers, key=lambda layer: layer.error)
+        lines = [
+            f"{len(self.layers)} weights are NVFP4 now: {self.bytes_before / 1e6:.1f} MB became "
+            f"{self.bytes_after / 1e6:.1f} MB in {self.seconds:.1f} s",
+            f"relative error {self.error:.4f}; the largest is {worst.error:.4f}, of {worst.name}",
+        ]
+        reasons: dict[str, list[str]] = defaultdict(list)
+        for name, reason in self.skipped:
+            reasons[reason].append(name)
+        lines += [f"{len(names)} stay as they are ({reason}): {names[0]}" for reason, names in reasons.items()]
+        return "\n".join([*lines, *self.notes])
 
 
 def few(names: Any) -> str:

@@ -53,7 +53,7 @@ class Saver:
         """
         nothing = {"save_original_format": True, "save_peft_format": True, "safe_serialization": True}
         for name, value in others.items():
-            if value not in (None, False, nothing.get(name, None)) or (name in nothing and value is False):
+            if value not in (None, False, nothing.get(name)) or (name in nothing and value is False):
                 hint = "call model.push_to_hub(name)" if name == "push_to_hub" else "the model is written as it is"
                 raise UsageError(f"save_pretrained of a quantized model takes no {name}", got=repr(value), hint=hint)
         if is_main_process:
@@ -119,7 +119,9 @@ class _Content:
         self._report = getattr(model, "halfbyte", None)
         self._dense = self._dense_tensors()
         self.stored = [Stored(name, dtype_named(str(t.dtype)), tuple(t.shape)) for name, t in self._dense.items()]
-        headers = {name: (weight.kind, _headers(weight)) for name, weight in weights_of(model)}
+        headers: dict[str, tuple[Any, dict[str, Stored]]] = {}
+        for name, weight in weights_of(model):
+            headers[name] = weight.kind, _headers(weight)
         if not headers:
             raise UsageError("the model holds no quantized weight", hint="quantize it: halfbyte.hf.quantize_model")
         names = _disk_names(model, list(headers))
@@ -186,8 +188,8 @@ def _disk_names(model: Any, names: Sequence[str]) -> dict[str, str]:
     of = {name: found for name in names if (found := numbered(name)) is not None and found[0] in experts}
     plain = {name: torch.empty(1, 1, device="meta") for name in names if name not in of}
     renamed = revert_weight_conversion(model, {f"{name}.weight": t for name, t in plain.items()})
-    found = {id(t): key.removesuffix(".weight") for key, t in renamed.items()}
-    disk = {name: found.get(id(t), name) for name, t in plain.items()}
+    keys = {id(t): key.removesuffix(".weight") for key, t in renamed.items()}
+    disk = {name: keys.get(id(t), name) for name, t in plain.items()}
     for name in experts:
         count = 1 + max(number for parent, number, _ in of.values() if parent == name)
         disk |= _expert_names(model, name, count)
