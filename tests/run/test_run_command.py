@@ -253,6 +253,13 @@ class TestRun:
         )  # fmt: skip
         assert (done.returncode, done.stdout, said(done.stderr)) == (0, b"w", b"")
 
+    def test_stdout_that_is_closed(self, tiny):
+        text = " ".join(command_line("run", tiny, "w3", "-n", 2, "--device", "cpu", "-q"))
+        done = subprocess.run(
+            ["bash", "-c", f"{text} >&-"], capture_output=True, env=environment(), timeout=120, check=False
+        )
+        assert (done.returncode, said(done.stderr)) == (0, b"")
+
     def test_interrupted(self, tiny, monkeypatch):
         written = []
 
@@ -300,6 +307,11 @@ class TestRun:
         check_failure(call("run", tiny / "model.safetensors", "w3"), 2, "a directory with a config.json")
         bare = copy_golden("modelopt_llama_w4a16", tmp_path / "bare")
         check_failure(call("run", bare, "w3"), 2, "no tokenizer can be loaded", "tokenizer.json")
+
+    def test_a_model_without_a_head(self, tiny, tmp_path):
+        path = shutil.copytree(tiny, tmp_path / "a")
+        write_json(path / "config.json", read_json(path / "config.json") | {"architectures": ["LlamaModel"]})
+        check_failure(call("run", path, "w3", "--device", "cpu"), 2, "does not generate text", "LlamaModel")
 
     def test_a_model_that_transformers_does_not_know(self, tiny, tmp_path):
         path = shutil.copytree(tiny, tmp_path / "a")
