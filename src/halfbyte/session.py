@@ -304,8 +304,10 @@ def _tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # of many kinds, by what is missing or damaged
+        there = any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.tiktoken", "*.model"))
         hint = "copy tokenizer.json and tokenizer_config.json of the original model there"
-        raise FormatError("no tokenizer can be loaded", file=str(folder), got=_line(error), hint=hint) from error
+        got = _line(error) if there else "none of its files"
+        raise FormatError("no tokenizer can be loaded", file=str(folder), got=got, hint=hint) from error
 
 
 def _model(
