@@ -408,6 +408,23 @@ class TestBench:
         check_failure(call("bench", tiny, *arguments, "--quiet"), 2, *words)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
+def test_on_a_gpu(tiny):
+    """The same text with and without a graph; plans name the layouts that were loaded."""
+    said = {
+        graph: call("run", tiny, "w3 w4", "-n", 20, "--device", "cuda", "--json", *([] if graph else ["--no-graph"]))
+        for graph in (True, False)
+    }
+    assert said[True].document["tokens"] == said[False].document["tokens"]
+    assert "CUDA graph" in said[True].document["how"]
+    model = Session.load(tiny, device="cuda", tokenizer=False).model
+    planned = {one["layout"] for one in plan(tiny, device="cuda").facts["layers"]} - {None}
+    assert planned == {entry.layout for entry in model.halfbyte.entries} - {""}
+    ran = call("bench", tiny, "--prompt", 8, "--new", 4, "--rounds", 1, "--device", "cuda", "--anyway", "--json")
+    assert ran.document["gpu"] == torch.cuda.get_device_name()
+
+
 def test_the_best_of_ten_reads(monkeypatch):
     monkeypatch.setattr(timing, "READ_BYTES", {"cpu": 4096})
     times = iter([9.0, 5.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0])
