@@ -69,16 +69,19 @@ class Filling:
         if self.options.device is not None:
             self.model.to(self.options.device)
         self.model._weight_conversions = [t for t in self.names.transforms if t.was_used()]
-        dense: dict[str, int] = defaultdict(int)
-        for tensor in {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}.values():
-            dense[str(tensor.device)] += tensor.nbytes
+        dense = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
+        for path in self.old:
+            dense.pop(id(self.model.get_submodule(path).place))
+        sizes: dict[str, int] = defaultdict(int)
+        for tensor in dense.values():
+            sizes[str(tensor.device)] += tensor.nbytes
         with torch.no_grad():
             for group in self.plan.groups:
                 self._layers(group)
             for stack in self.plan.stacks:
                 self._experts(stack)
         self.report.kept = {t.name: read_dense(self.checkpoint, t) for t in self.plan.kept}
-        self.report.entries += [Entry("", "dense", "", "", device, size) for device, size in dense.items()]
+        self.report.entries += [Entry("", "dense", "", "", device, size) for device, size in sizes.items()]
         self.report.seconds = time.perf_counter() - self.started
         self.model.halfbyte = self.report
         attach(self.model)
