@@ -12,6 +12,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
 
 import halfbyte
+from gpu_codecs import needs_gpu, needs_triton
 from halfbyte.errors import LayoutError, QuantizeError, UsageError
 from halfbyte.hf import quantize_model, quantizing
 from halfbyte.nn import Embedding, Experts, Linear, Part, TiedLinear, weights_of
@@ -313,3 +314,35 @@ class TestInterrupted:
         quantize_model(model)
         model.save_pretrained(tmp_path / "made")
         assert_same_files(expected, tmp_path / "made")
+
+
+@pytest.mark.gpu
+@needs_triton
+@needs_gpu
+class TestOnAGpu:
+    @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe", "mixtral", "bert"])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_the_bytes_of_the_cpu(self, name, dtype, tmp_path):
+        model = build(name, dtype)
+        expected = quantized_checkpoint(model, tmp_path)
+        quantize_model(model.cuda())
+        layout = "rows" if dtype == torch.float32 else "fragments"
+        assert {m.layout.name for m in model.modules() if hasattr(m, "layout")} == {layout}
+        model.save_pretrained(tmp_path / "made")
+        if layout == "rows":
+            assert_same_files(expected, tmp_path / "made")
+        else:  # codes of blocks whose scale is 0 become 0
+            assert halfbyte.diff(expected, tmp_path / "made").ok
+
+    def test_memory(self):
+        sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
+        model = build("llama", **sizes).cuda()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        report = quantize_model(model)
+        torch.cuda.synchronize()
+        freed = before - torch.cuda.memory_allocated()
+        assert freed >= report.bytes_before - 1.1 * report.bytes_after
+        largest = 2 * 4096 * 1024  # gate and up: their codes and scales, packed and not, and float32 of some rows
+        assert torch.cuda.max_memory_allocated() - before < 2 * largest + (96 << 20)

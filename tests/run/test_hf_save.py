@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import halfbyte
+from gpu_codecs import needs_gpu, needs_triton
 from halfbyte.errors import FormatError, TargetError, UsageError
 from halfbyte.hf import from_pretrained, quantize_model, save_pretrained, saving
 from halfbyte.nn import Linear, weights_of
@@ -327,3 +328,32 @@ class TestCopies:
         assert tensors_of(tmp_path / "b") == tensors_of(tmp_path / "a")
         with pytest.raises(ValueError, match=r"`.half\(\)` is not supported"):  # transformers' own word
             model.half()
+
+
+@pytest.mark.gpu
+@needs_triton
+@needs_gpu
+class TestOnAGpu:
+    @pytest.mark.parametrize("name", MODELOPT)
+    def test_every_tensor_comes_back(self, name, tmp_path):
+        """From the default layout of the device, and after a move there and back."""
+        model = from_pretrained(TINY / name, device_map="cuda")
+        model.save_pretrained(tmp_path / "cuda")
+        assert halfbyte.diff(TINY / name, tmp_path / "cuda").ok
+        model = from_pretrained(TINY / name, layout="rows")
+        model.to("cuda").save_pretrained(tmp_path / "moved")
+        assert tensors_of(tmp_path / "moved") == tensors_of(TINY / name)
+        model.to("cpu").save_pretrained(tmp_path / "back")
+        assert tensors_of(tmp_path / "back") == tensors_of(TINY / name)
+
+    def test_a_tied_head_moves_once(self, tmp_path):
+        model = build("llama", tie_word_embeddings=True)
+        quantize_model(model, include=["Linear", "Embedding"])
+        expected = output(model)
+        model.to("cuda")
+        assert model.lm_head.packed is model.model.embed_tokens.packed
+        with torch.no_grad():
+            found = model(torch.arange(7, device="cuda")[None])[0].cpu()
+        assert torch.allclose(found, expected, atol=0.05)
+        model.save_pretrained(tmp_path / "saved")
+        assert not any(name.startswith("lm_head") for name in tensors_of(tmp_path / "saved"))
