@@ -244,11 +244,14 @@ def ask(session: Session, prompt: str, max_new_tokens: int) -> Answer:
     """Answer ``prompt``, greedily, and show the words as they come."""
     import torch
 
+    from halfbyte.jit import alone
+
+    def say(text: str) -> None:
+        print(text, end="", flush=True)
+
     # One thread is within a third of two here, and does not stall where the other core is busy.
     torch.set_num_threads(1)
-    return session.answer(
-        session.tokens(prompt), max_new_tokens=max_new_tokens, emit=lambda text: print(text, end="", flush=True)
-    )
+    return alone(lambda: session.answer(session.tokens(prompt), max_new_tokens=max_new_tokens, emit=say))
 
 
 def table(folders: Folders, steps: Steps, precision: Precision, answer: Answer) -> Table:

@@ -10,15 +10,20 @@ from typing import Any, Final, Literal
 
 from halfbyte.experts import GATE_UP, numbered, spelled
 from halfbyte.modules import Module, fp8_granularity
-from halfbyte.patterns import fused_group, is_head, is_router, module_class
+from halfbyte.patterns import FUSED, is_head, is_router, module_class
 from halfbyte.stored import DTYPE_BITS
 
 Role = Literal["linear", "experts", "router", "head", "embedding", "vision", "other"]
 
 _NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 _TOWERS: Final = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|\w*tower|multi_modal_projector)(\.|$)")
-_GROUPS: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""What is computed as one product."""
+SIBLINGS: Final = (*FUSED.values(), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
+"""Layers of one parent that get the same input and run as one product, in the order in which they are joined."""
+PARTS: Final = {part: group for group in SIBLINGS for part in group}
+"""Each of those layers, and its group."""
+_GATE_UP: Final = FUSED["gate_up_proj"]
+_CROSS: Final = re.compile(r"cross|encoder_attn|EncDec", re.IGNORECASE)
+"""Parents whose keys and values come from another input than the queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,27 +118,23 @@ def _product(module: Module) -> Product:
 
 def _fused(modules: list[Module]) -> Iterator[Product]:
     """The products of modules that are no experts of their own, with the parts of one input joined."""
-    groups: dict[str, dict[str, Product]] = defaultdict(dict)
+    groups: dict[tuple[str, tuple[str, ...]], dict[str, Product]] = defaultdict(dict)
     for module in modules:
-        group = fused_group(module.name)
-        if group is not None and group[0].rpartition(".")[2] in _GROUPS:
-            groups[group[0]][group[1]] = _product(module)
-    for module in modules:
-        group = fused_group(module.name)
-        if group is None or group[0] not in groups:
-            if group is None or group[0].rpartition(".")[2] not in _GROUPS:
-                yield _product(module)
-            continue
-        yield from _joined(groups.pop(group[0]), _GROUPS[group[0].rpartition(".")[2]])
+        parent, _, last = module.name.rpartition(".")
+        own = () if _CROSS.search(parent.rpartition(".")[2]) else PARTS.get(last, ())
+        groups[(parent, own) if own else (module.name, own)][last] = _product(module)
+    for (_, group), parts in groups.items():
+        yield from _joined(parts, group) if group else parts.values()
 
 
 def _joined(parts: Mapping[str, Product], order: tuple[str, ...]) -> Iterator[Product]:
     """One product where all parts are there and fit, else each."""
-    ones = [parts[name] for name in order if name in parts]
+    ones = list(parts.values())
     fit = len({(one.shape[1:], one.kind, one.experts, one.role) for one in ones}) == 1 and len(ones) == len(order)
     if not fit or ones[0].kind != "nvfp4" or any(one.pre_scale for one in ones):
         yield from ones
         return
+    ones = [parts[name] for name in order]
     parent = ones[0].name.rpartition(".")[0]
     joined = "+".join(order)
     yield replace(
@@ -163,10 +164,10 @@ def _experts(modules: list[Module]) -> Iterator[Product]:
             ]
             for part, forms in parts.items()
         }
-        gate, up = (made.get(part, []) for part in _GROUPS["gate_up_proj"])
+        gate, up = (made.get(part, []) for part in _GATE_UP)
         if len(gate) == len(up) == 1:
-            yield from _joined({"gate_proj": gate[0], "up_proj": up[0]}, _GROUPS["gate_up_proj"])
-            made = {part: ones for part, ones in made.items() if part not in _GROUPS["gate_up_proj"]}
+            yield from _joined({"gate_proj": gate[0], "up_proj": up[0]}, _GATE_UP)
+            made = {part: ones for part, ones in made.items() if part not in _GATE_UP}
         for ones in made.values():
             yield from ones
 

@@ -311,16 +311,16 @@ def _model(
     import torch
 
     to: Any = getattr(torch, dtype) if dtype else None
-    place = None if device == "cpu" else device  # which needs accelerate
     try:
         if quantized:
             from halfbyte.hf import from_pretrained
 
-            model = from_pretrained(folder, dtype=to, device_map=place, fuse=fuse, precision=precision, layout=layout)
+            model = from_pretrained(folder, dtype=to, device_map=device, fuse=fuse, precision=precision, layout=layout)
         else:
             from transformers import AutoModelForCausalLM
 
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=to or "auto", device_map=place)
+            dense: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=to or "auto")
+            model = dense.to(device)
     except ImportError as error:
         raise UnavailableError("a package is missing that transformers loads models with", got=_line(error)) from error
     except (KeyError, ValueError, OSError) as error:

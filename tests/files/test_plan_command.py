@@ -245,11 +245,15 @@ class TestForms:
 
     def test_fp8_layers(self, tmp_path):
         tensors = {f"{Q}.weight_scale_2": None, **{f"{Q}.{name}": t for name, t in fp8(HIDDEN, HIDDEN).items()}}
-        report = plan(make_dense(tmp_path / "a", change=tensors), device=HOPPER)
+        path = make_dense(tmp_path / "a", change=tensors)
+        report = plan(path, device=HOPPER)
         q = layer(report, "q_proj")
         assert (q["kind"], q["bytes"], q["layout"]) == ("fp8", HIDDEN * HIDDEN + 4, None)
-        assert at(q, 1)["kernel"] == "scaled-mm"
+        assert (at(q, 1)["kernel"], at(q, 1)["why"]) == ("torch", "FP8, decoded in each call")
+        assert at(q, 1)["bytes"] == 5 * HIDDEN * HIDDEN + 2 * 2 * HIDDEN
         assert report.facts["memory"]["fp8"] == HIDDEN * HIDDEN + 4
+        assert at(layer(plan(path, device=HOPPER, precision="fp8"), "q_proj"), 1)["kernel"] == "scaled-mm"
+        assert any("--precision fp8 multiplies in FP8" in note for note in report.facts["notes"])
 
     @pytest.mark.parametrize("stacked", [False, True])
     def test_experts(self, tmp_path, stacked):

@@ -14,9 +14,10 @@ import torch
 
 import halfbyte
 from checkpoints import GOLDENS, call, check_failure, command_line, copy_golden, environment, read_json, write_json
-from halfbyte import model_bench, timing
+from halfbyte import model_bench, products, timing
 from halfbyte.errors import FormatError, UnavailableError, UsageError
 from halfbyte.session import Answer, Session, Words
+from halfbyte.tools.plan import plan
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -400,5 +401,28 @@ def test_json_has_no_nan(tiny):
     json.loads(call("run", tiny, "w3", "-n", 1, "--json", "--device", "cpu").stdout, parse_constant=pytest.fail)
 
 
-def test_goldens_are_whole():
-    assert GOLDENS["modelopt_llama_w4a16"].is_dir()
+def test_plans_join_what_loading_joins():
+    from halfbyte.hf import fusing
+
+    assert fusing.SIBLINGS == products.SIBLINGS
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+@pytest.mark.parametrize("fuse", [True, False])
+def test_plans_are_of_the_model_that_is_loaded(name, fuse):
+    """The same products in the same layouts, and the same bytes."""
+    from halfbyte import nn
+
+    report = plan(GOLDENS[name], device="cpu", fuse=fuse)
+    model = Session.load(GOLDENS[name], device="cpu", fuse=fuse, tokenizer=False).model
+    held = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Group | nn.Fp8Linear | nn.Embedding)]
+    loaded = [m.packed.shape if hasattr(m, "packed") else m.shape for m in held]
+    for experts in (m for m in model.modules() if isinstance(m, nn.Experts)):
+        loaded += [experts.gate_up.packed.shape, experts.down.packed.shape]
+    planned = []
+    for one in report.facts["layers"]:
+        if one["kind"] != "dense":
+            planned += [(*([one["experts"]] if one["experts"] else []), *one["shape"])] * one["count"]
+    assert sorted(map(tuple, loaded)) == sorted(planned)
+    memory = report.facts["memory"]
+    assert model.halfbyte.nbytes == pytest.approx(memory["weights"], rel=0.05)

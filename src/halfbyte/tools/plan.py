@@ -15,7 +15,7 @@ from halfbyte.layouts import parse
 from halfbyte.modules import refuse_broken
 from halfbyte.plans import Plan, ceiling, least
 from halfbyte.plans import plan as plan_call
-from halfbyte.products import Product, cache_bytes, products, taken_by_a_token, touched
+from halfbyte.products import PARTS, Product, cache_bytes, products, taken_by_a_token, touched
 
 TOKENS: Final = (1, 16, 512)
 PRECISIONS: Final = ("exact", "int8", "fp8")
@@ -151,6 +151,11 @@ class _Planner:
             if one.kind not in ("dense", "nvfp4", "fp8"):
                 self.notes.append(f"{one.name} is {one.kind}, which no kernel runs: halfbyte convert makes it NVFP4")
         for one in self.listed:
+            if one.pre_scale and one.name.rpartition(".")[2] in PARTS:
+                self.notes.append(f"{one.name} has a pre_scale: if those of its neighbours are the same it joins them")
+            if self._decoded(one):
+                how = "no kernel takes a scale for each block" if one.blocks else "--precision fp8 multiplies in FP8"
+                self.notes.append(f"{one.name} is FP8, and decoded in each call: {how}")
             if one.kind == "unread":
                 self.notes.append(f"{one.name} is of a format that is not read")
         if any(one.role == "vision" for one in self.listed):
@@ -162,6 +167,9 @@ class _Planner:
                 self.notes.append("the config does not say how many experts a token takes: all are counted")
             else:
                 self.notes.append(f"a token takes {self.taken} experts, each of them as likely as any other")
+            if self.kind == "cuda":
+                graph = "every expert computes all tokens, or those asked are copied first"
+                self.notes.append(f"in a CUDA graph experts take longer than is told here: {graph}")
         if self.kind != "cuda":
             self.notes.append("how long products take is told for GPUs that were measured alone")
 
@@ -206,7 +214,7 @@ class _Planner:
             asked = touched(one.experts, taken, count)
             rows = max(1, ceil(count * taken / asked - 1e-9))
         calls = one.count * asked
-        found = self._by_torch(one, rows) if form is None else self._call(one, form, rows)
+        found = self._by_torch(one, rows) if form is None or self._decoded(one) else self._call(one, form, rows)
         seconds = found["expected"] if found["expected"] is not None else found["least"]
         return (
             {"tokens": count, "rows": rows, "calls": round(calls, 2)}
@@ -219,24 +227,26 @@ class _Planner:
 
     def _call(self, one: Product, form: Form, rows: int) -> dict[str, Any]:
         op = "embedding" if one.role == "embedding" else "linear"
-        precision = None if one.kind == "fp8" or op == "embedding" or one.role == "head" else self.precision
+        precision = None if one.kind == "fp8" or op == "embedding" else self.precision
         out = "float32" if one.role == "head" else self.dtype
         how: dict[str, Any] = {"rows": rows, "device": self.device, "library": self.library, "precision": precision}
         try:
             made = plan_call(op, form, dtype=self.dtype, out_dtype=out, **how)
         except NoKernelError as error:
-            if one.kind == "fp8":
-                return self._by_torch(one, rows)
             self.notes.append(f"{one.name}: {error.message}")
             return _nothing(error.message)
         return _told(made)
+
+    def _decoded(self, one: Product) -> bool:
+        """Whether an FP8 weight is not multiplied in FP8."""
+        return one.kind == "fp8" and (self.precision != "fp8" or one.blocks)
 
     def _by_torch(self, one: Product, rows: int) -> dict[str, Any]:
         """What torch multiplies: it was not measured, so the least that the GPU takes is all that is known."""
         (n, k), size = one.shape, DTYPES[self.dtype]
         fp8 = one.kind == "fp8"  # whose values are written and read once in each call
         nbytes = (n * k * (1 + 2 * size) if fp8 else n * k * one.values) + size * rows * (n + k)
-        why = "no kernel takes this FP8 weight: its values are made in each call" if fp8 else f"stored as {one.dtype}"
+        why = "FP8, decoded in each call" if fp8 else f"stored as {one.dtype}"
         return _nothing(why) | {
             "kernel": "torch",
             "bytes": nbytes,
