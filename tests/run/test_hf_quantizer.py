@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -70,12 +71,16 @@ class TestAutoModel:
         assert type(model.model.layers[0].self_attn.o_proj) is Linear
         assert torch.equal(logits(model), logits(from_pretrained(GOLDENS["modelopt_llama_nvfp4"])))
 
-    def test_a_map_of_modules_keeps_the_hooks(self):
-        """Two names of one device: accelerate dispatches, and its hooks are on the layers that came later."""
-        names = ["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"]
+    def test_hooks_of_accelerate_come_to_the_layers(self):
+        """Two names of one device make it dispatch; here one of our layers is a block of its own."""
+        layer = "model.layers.0"
+        names = [f"{layer}.{name}" for name in ("self_attn", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]
+        names += [f"{layer}.mlp.act_fn", f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"]
+        names += ["model.embed_tokens", "model.norm", "model.rotary_emb"]
         device_map = dict.fromkeys(names, "cpu") | {"lm_head": torch.device("cpu")}
         path = GOLDENS["modelopt_llama_nvfp4"]
         model = AutoModelForCausalLM.from_pretrained(path, device_map=device_map)
+        assert model.model.layers[0].mlp.down_proj._hf_hook.execution_device == torch.device("cpu")
         assert torch.equal(logits(model), logits(from_pretrained(path)))
 
     def test_dtype(self):
@@ -261,11 +266,20 @@ class TestUnsound:
         with pytest.raises(HalfbyteError, match="recognised and not read yet"):
             from_pretrained(path)
 
-    def test_weights_on_disk_are_refused(self, tmp_path):
-        names = ["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb"]
-        device_map = dict.fromkeys(names, "cpu") | {"lm_head": "disk"}
-        with pytest.raises(UsageError, match="NVFP4 weights are not left on disk"):
+    @pytest.mark.parametrize("device_map", [{"model": "cpu", "lm_head": "disk"}, {"model": "cpu", "lm_head": "cuda:0"}])
+    def test_offloading_is_refused(self, device_map):
+        with pytest.raises(UsageError, match="NVFP4 layers are not offloaded: got cpu, "):
             AutoModelForCausalLM.from_pretrained(GOLDENS["modelopt_llama_nvfp4"], device_map=device_map)
+
+    def test_a_config_that_transformers_cannot_read(self, tmp_path):
+        path = make_dense(tmp_path / "a", config=CONFIG | {"model_type": "no_such_model"})
+        with pytest.raises(FormatError, match=r"a: transformers cannot read the config: got .*no_such_model"):
+            from_pretrained(path)
+
+    def test_a_name_that_is_not_in_the_cache(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        with pytest.raises(FormatError, match="nobody/nothing: not in the local cache"):
+            from_pretrained("nobody/nothing", local_files_only=True)
 
     def test_a_file_without_a_config(self):
         with pytest.raises(UsageError, match="a model is loaded from a directory"):
@@ -303,3 +317,9 @@ def test_gpt2_layers_are_refused_by_name(tmp_path):
     halfbyte.quantize_checkpoint(tmp_path / "a", tmp_path / "b")
     with pytest.raises(UsageError, match="needs a plain linear layer or embedding: got Conv1D"):
         from_pretrained(tmp_path / "b")
+
+
+def test_a_name_of_the_hub(monkeypatch):
+    known = GOLDENS["modelopt_llama_nvfp4"]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: known)
+    assert from_pretrained("some/model", local_files_only=True).halfbyte.path == str(known)
