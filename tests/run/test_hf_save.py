@@ -136,6 +136,26 @@ class TestQuantized:
         again = from_pretrained(tmp_path / "saved")
         assert again.lm_head.weight is again.model.embed_tokens.weight
 
+    def test_a_model_inside(self, quantized, tmp_path):
+        quantized.model.save_pretrained(tmp_path / "saved")
+        assert halfbyte.verify(tmp_path / "saved").ok
+        again = from_pretrained(tmp_path / "saved")
+        assert type(again) is type(quantized.model)
+        assert torch.equal(output(again), output(quantized.model))
+
+    def test_a_model_inside_a_loaded_one(self, tmp_path):
+        model = from_pretrained(TINY / "modelopt_llama_w4a16")
+        model.model.save_pretrained(tmp_path / "saved")
+        expected = {name.removeprefix("model."): t for name, t in tensors_of(TINY / "modelopt_llama_w4a16").items()}
+        del expected["lm_head.weight"]
+        assert tensors_of(tmp_path / "saved") == expected
+
+    def test_a_model_inside_another_module(self, tmp_path):
+        whole = torch.nn.Sequential(build("bert"))
+        quantize_model(whole)
+        whole[0].save_pretrained(tmp_path / "saved")
+        assert torch.equal(output(from_pretrained(tmp_path / "saved")), output(whole[0]))
+
     def test_saved_twice(self, quantized, tmp_path):
         quantized.save_pretrained(tmp_path / "a")
         from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
@@ -200,6 +220,13 @@ class TestFiles:
         from_pretrained(tmp_path / "saved").save_pretrained(tmp_path / "saved")
         assert tensors_of(tmp_path / "saved") == before
 
+    def test_a_link_to_a_directory(self, quantized, tmp_path):
+        (tmp_path / "real").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / "real")
+        quantized.save_pretrained(tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+        assert halfbyte.verify(tmp_path / "real").ok
+
     def test_the_directory_one_is_in(self, quantized, tmp_path, monkeypatch):
         (tmp_path / "here").mkdir()
         monkeypatch.chdir(tmp_path / "here")
@@ -255,6 +282,13 @@ class TestRefused:
     def test_a_dense_model(self, tmp_path):
         with pytest.raises(UsageError, match="no quantized weight"):
             save_pretrained(build("llama"), tmp_path / "saved")
+        assert not names_in(tmp_path)
+
+    def test_an_offloaded_tensor(self, quantized, tmp_path):
+        quantized.model.norm.to("meta")
+        with pytest.raises(UsageError, match="offloaded") as caught:
+            quantized.save_pretrained(tmp_path / "saved")
+        assert caught.value.tensor == "model.norm.weight"
         assert not names_in(tmp_path)
 
     def test_a_scale2_for_each_row(self, quantized, tmp_path):

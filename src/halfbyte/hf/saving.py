@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -43,6 +44,7 @@ class Saver:
         self,
         save_directory: str | os.PathLike[str],
         is_main_process: bool = True,
+        *,
         max_shard_size: int | str = "5GB",
         **others: Any,
     ) -> None:
@@ -60,9 +62,11 @@ class Saver:
             save_pretrained(self.model, save_directory, max_shard_size=max_shard_size)
 
 
-def attach(model: Any) -> None:
-    """Let ``model.save_pretrained`` write what the model holds."""
-    model.save_pretrained = Saver(model)
+def attach(model: torch.nn.Module) -> None:
+    """Let ``save_pretrained`` of a model, and of each one inside it, write what it holds."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and _holders(module):
+            module.__dict__["save_pretrained"] = Saver(module)  # a method that is the instance's own
 
 
 def save_pretrained(model: Any, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
@@ -82,7 +86,7 @@ def save_pretrained(model: Any, path: str | os.PathLike[str], *, max_shard_size:
         TargetError: a directory that cannot be written, or that holds something else. Nothing is left behind.
     """
     size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    target, content = Path(os.path.abspath(path)), _Content(model)
+    target, content = Path(os.path.realpath(path)), _Content(model)
     section, extra = content.config()
     shards = distribute(content.stored, size)
     names = shard_names(len(shards))
@@ -157,6 +161,9 @@ class _Content:
         state: dict[str, torch.Tensor] = {}
         for key, tensor in self._model.state_dict().items():
             if _owner(key, holders) is None and key not in (self._model._keys_to_ignore_on_save or ()):
+                if tensor.is_meta:
+                    hint = "load the model without offloading, and save that"
+                    raise UsageError("the model does not hold this tensor: it is offloaded", tensor=key, hint=hint)
                 state[key] = tensor
         for name, holder in holders.items():
             if (bias := getattr(holder, "bias", None)) is not None:
@@ -208,7 +215,7 @@ def _expert_names(model: Any, name: str, count: int) -> dict[str, str]:
 _BYTES: Mapping[str, str] = {"codes": "U8", "scales": "F8_E4M3", "data": "F8_E4M3"}
 _ROLES: Mapping[str, tuple[str, ...]] = {
     "nvfp4": ("codes", "scales", "scale2", "input_scale", "pre_scale"),
-    "fp8": ("data", "scale", "input_scale"),
+    "fp8": ("data", "scale", "input_scale", "pre_scale"),
 }
 
 
