@@ -141,8 +141,11 @@ class Session:
         words = _tokenizer(folder) if tokenizer else None
         quantized = any(module.kind in ("nvfp4", "fp8") for module in checkpoint.modules)
         how = None if precision == "exact" else precision
+        model = _model(folder, quantized, place, dtype, how, fuse, layout)
+        if not getattr(model, "can_generate", bool)():
+            raise UsageError("this model does not generate text", file=str(folder), got=type(model).__name__)
         return Session(
-            model=_model(folder, quantized, place, dtype, how, fuse, layout),
+            model=model,
             tokenizer=words,
             path=folder,
             quantized=quantized,

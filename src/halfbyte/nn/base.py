@@ -16,7 +16,18 @@ from halfbyte.operands import as_packed
 from halfbyte.weight import Fp8Weight, Weight, to_torch
 
 
-class Holder(torch.nn.Module):
+class Quantized(torch.nn.Module):
+    """A module with quantized weights. Each says its ``layout``, too."""
+
+    def weights(self) -> Iterator[tuple[str, Weight | Fp8Weight]]:
+        """What a checkpoint has of this module: (suffix, weight), where the suffix follows the module's name.
+
+        Nothing where other modules give it.
+        """
+        return iter(())
+
+
+class Holder(Quantized):
     """A module whose buffers are those of a Packed.
 
     ``.to(device)`` moves them; ``.to(dtype)``, ``.half()`` and the like leave them as they are: a weight has no other
@@ -51,7 +62,7 @@ class Holder(torch.nn.Module):
         return {name: self._buffers[name] for name in self._names}
 
     def weights(self) -> Iterator[tuple[str, Weight | Fp8Weight]]:
-        """What a checkpoint says of this module: (suffix, weight), where the suffix follows the module's name."""
+        """As of every Quantized: the weight itself."""
         weight: Any = self.packed.unpack()
         yield "", weight
 
@@ -180,11 +191,10 @@ def weights_of(model: torch.nn.Module) -> Iterator[tuple[str, Weight | Fp8Weight
 
     A Part gives its own rows, Experts the layers of each expert; what they are made of gives nothing more.
     """
-    inside: tuple[str, ...] = ()
+    inside: str | None = None
     for name, module in model.named_modules():
-        weights = getattr(module, "weights", None)
-        if not hasattr(module, "layout") or weights is None or name.startswith(inside or ("\0",)):
+        if not isinstance(module, Quantized) or (inside is not None and name.startswith(inside)):
             continue
-        inside = (*inside, f"{name}." if name else "")
-        for suffix, weight in weights():
+        inside = f"{name}." if name else ""
+        for suffix, weight in module.weights():
             yield ".".join(part for part in (name, suffix) if part), weight
