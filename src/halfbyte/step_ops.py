@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError
-from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, GateArgs, PickArgs, select
+from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, DenseArgs, GateArgs, PickArgs, select
 from halfbyte.kernels.base import ALIGNED
 from halfbyte.layouts import Packed
 from halfbyte.operands import contiguous
 from halfbyte.remembered import forced_name
 
-__all__ = ["add_norm", "attend", "chain", "gate", "pick"]
+__all__ = ["add_norm", "attend", "chain", "dense", "gate", "pick"]
 
 _known: Final[dict[Any, Callable[..., None]]] = {}
 """What runs on calls of one key."""
@@ -175,6 +175,31 @@ def chain(
     if len(residual):
         select(ChainArgs, args.call()).run(args)
     return total, qkv
+
+
+def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply by a weight that is not quantized.
+
+    Args:
+        x: (M, K) float32, bfloat16 or float16.
+        weight: (N, K) of that dtype.
+        bias: (N,) of that dtype.
+
+    Returns:
+        (M, N) ``round(sum(x * w) + bias)``, summed in float32.
+
+    Raises:
+        UsageError: tensors that do not fit each other.
+        NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
+    """
+    x, weight = _whole(x), _whole(weight)
+    out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+    key = "dense", _kind(x), _kind(weight), bias is None or _kind(bias), forced_name()
+    run = _known.get(key)
+    if run is None:
+        run = _known[key] = _bound(DenseArgs(x=x, weight=weight, bias=bias, out=out))
+    run(x, weight, bias, out)
+    return out
 
 
 def gate(gate_up: Tensor, activation: str) -> Tensor:

@@ -144,6 +144,7 @@ CHAINS = {
         "embedding": {"base"},
         "step": {"base"},
         "pick": {"base", "step"},
+        "dense": {"base", "step"},
         "chain": {"base", "step"},
     },
     "kernels.cpu": {
@@ -154,6 +155,8 @@ CHAINS = {
         "product_code": {"scalars", "tiles", "vectors"},
         "scalars": {"vectors"},
         "step": {"step_code"},
+        "dense": {"dense_code"},
+        "dense_code": {"scalars"},
         "step_code": {"scalars"},
         "tiles": {"vectors"},
     },
