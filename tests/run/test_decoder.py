@@ -133,7 +133,6 @@ class TestFuseDense:
         assert Decoder.of(model) is decoder
 
     def test_each_is_one_product(self, monkeypatch):
-        from halfbyte.decoder import families
 
         rows = []
 
