@@ -144,6 +144,17 @@ def test_groups_and_experts(family):
     assert sum(isinstance(module, Experts) for module in model.modules()) == experts
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_of_it_has_the_dtype_that_was_asked_for(dtype, family):
+    """Also what transformers renames; its own list of what stays float32 apart."""
+    cls, _, _, path = family
+    model = from_pretrained(path, dtype=dtype)
+    kept = tuple(f"{name}." for name in model._get_dtype_plan(dtype))
+    assert {p.dtype for n, p in model.named_parameters() if not any(k in f"{n}." for k in kept)} == {dtype}
+    assert torch.isfinite(output(model)).all()
+    assert type(model) is cls
+
+
 def test_saved_again_it_is_the_same(family, tmp_path):
     _, _, _, path = family
     from_pretrained(path).save_pretrained(tmp_path / "again")
