@@ -80,10 +80,7 @@ def quantize_model(
         run.replace_all(fuse)
     finally:
         if run.layers:
-            for module in model.modules():
-                if isinstance(module, PreTrainedModel):
-                    mark(module, _SECTION, "modelopt")
-            attach(model)
+            _mark(model)
     return QuantizeModelReport(
         layers=tuple(run.layers),
         skipped=tuple(chosen.skipped.items()),
@@ -256,6 +253,16 @@ class _Run:
         owner = self._model.get_submodule(parent)
         new.train(getattr(owner, child).training)
         setattr(owner, child, new)
+
+
+def _mark(model: torch.nn.Module) -> None:
+    """Let transformers know of the models that are not inside others; each of those inside can be saved, too."""
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and not name.startswith(inside or ("\0",)):
+            mark(module, _SECTION, "modelopt")
+            inside = (*inside, f"{name}." if name else "")
+    attach(model)
 
 
 def _squares(dense: Tensor, weight: Weight) -> tuple[float, float]:
