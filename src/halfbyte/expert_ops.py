@@ -8,8 +8,10 @@
 
 On the CPU, and on a GPU outside of CUDA graphs, tokens are sorted by expert: a GPU's host waits once for their counts.
 While a CUDA graph is captured nothing may wait. There every expert computes all tokens and the routing picks, or, where
-that reads less, the bytes of each slot's expert are gathered first. In a graph nothing can be raised either: a token
-whose routing is refused elsewhere is NaN.
+that reads less, the bytes of each slot's expert are gathered first. So an expert may compute another number of tokens
+in a graph than outside, and other kernels, which add in another order, may run: the results agree within their bounds,
+and bit for bit only where the same kernels run. In a graph nothing can be raised either: a token whose routing is
+refused elsewhere is NaN.
 """
 
 from __future__ import annotations

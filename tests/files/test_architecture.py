@@ -166,7 +166,7 @@ CHAINS = {
     },
     "hf": {
         "filling": {"fusing", "names", "pending", "plan", "reading", "report", "saving"},
-        "loading": {"quantizer"},
+        "loading": {"filling", "quantizer"},
         "plan": {"fusing", "names", "report"},
         "quantizer": {"filling", "pending"},
         "choosing": {"fusing"},

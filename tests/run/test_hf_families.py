@@ -167,3 +167,20 @@ def test_an_embedding_with_a_forward_of_its_own_is_refused(tmp_path):
     text = r"model\.embed_tokens\.weight: .*: got Gemma3TextScaledWordEmbedding"
     with pytest.raises(UsageError, match=text):
         from_pretrained(tmp_path / "a")
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+INITIALIZING = {
+    "siglip": (tf.SiglipVisionModel, VISION | {"image_size": 16, "patch_size": 8}),
+    "t5": (tf.T5EncoderModel, {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1, "num_heads": 4}),
+}
+
+
+@pytest.mark.parametrize("name", INITIALIZING)
+def test_blocks_that_initialize_their_layers_by_name(name, tmp_path):
+    """transformers does so before the layers are there."""
+    cls, config = INITIALIZING[name]
+    cls(cls.config_class(**config)).save_pretrained(tmp_path / "dense")
+    halfbyte.quantize_checkpoint(tmp_path / "dense", tmp_path / "a")
+    from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "again")
+    assert halfbyte.diff(tmp_path / "a", tmp_path / "again").ok

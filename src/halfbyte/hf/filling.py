@@ -72,7 +72,7 @@ class Filling:
             sizes[stack.path] = _size([part for parts in (*stack.gate_up, *stack.down) for part in parts])
         self.old = {path: self.model.get_submodule(path) for path in sizes}
         for path, size in sizes.items():
-            _put(self.model, path, Pending(size))
+            _put(self.model, path, Pending(self.old[path], size))
         for key in self.plan.untied:
             self.model.all_tied_weights_keys.pop(key, None)
         self.ignored = self.model._keys_to_ignore_on_load_unexpected
