@@ -27,7 +27,7 @@ from halfbyte.dialects import dialect_named
 from halfbyte.errors import TargetError, UsageError
 from halfbyte.experts import numbered, spelled
 from halfbyte.modules import QUANTIZED, Headers, Module, refuse_broken
-from halfbyte.nn import Experts, weights_of
+from halfbyte.nn import Experts, Quantized, weights_of
 from halfbyte.stored import Stored, header_dtype
 from halfbyte.writing import without_quantization
 
@@ -180,7 +180,7 @@ def _holders(model: Any) -> dict[str, Any]:
     """The modules that hold quantized weights by name, without what they are made of."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
-        if hasattr(module, "layout") and hasattr(module, "weights") and _owner(name, found) is None:
+        if isinstance(module, Quantized) and _owner(name, found) is None:
             found[name] = module
     return found
 
