@@ -103,7 +103,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "expert_ops": (*RUN, "operands", "ops", "torch_ops"),
     "nn": (*RUN, "operands", "ops", "torch_ops", "embedding_op", "torch_embedding", "expert_ops"),
     "decoder": (*RUN, "ops", "nn", "step_ops"),
-    "hf": (*RUN, *STACKS, "recipes", "dialects", "checkpoint", "operands", "ops", "torch_ops", "nn"),
+    "hf": (*RUN, *STACKS, "recipes", "dialects", "checkpoint", "writing", "operands", "ops", "torch_ops", "nn"),
     "products": (*BASE, "modules", "experts"),
     "session": (*RUN, *STACKS, "dialects", "checkpoint", "plans", "timing", "decoder", "hf"),
     "model_bench": ("errors", "findings", "decoder", "session", "timing"),

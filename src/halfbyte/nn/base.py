@@ -69,9 +69,10 @@ class Holder(Quantized):
         return {name: self._buffers[name] for name in self._names}
 
     def weight(self) -> Weight:
-        """The weight, unpacked. No tensor: what models read of one, such as its dtype, says nothing here."""
-        weight: Any = self.packed.unpack()
-        return weight  # type: ignore[no-any-return]
+        """The weight, unpacked. A method: models that cast to a weight's dtype see that it is no tensor."""
+        unpacked: Any = self.packed.unpack()
+        made: Weight = unpacked
+        return made
 
     def weights(self) -> Iterator[tuple[str, Weight | Fp8Weight]]:
         """As of every Quantized: the weight itself."""
