@@ -12,7 +12,17 @@ from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.chain import ChainArgs
 from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
-from halfbyte.kernels.cuda import choices, columns, decode, decode_gluon, fp8_gluon, gemm, gemm_gluon, scaled_mm
+from halfbyte.kernels.cuda import (
+    attend_gluon,
+    choices,
+    columns,
+    decode,
+    decode_gluon,
+    fp8_gluon,
+    gemm,
+    gemm_gluon,
+    scaled_mm,
+)
 from halfbyte.kernels.cuda import embedding as cuda_embedding
 from halfbyte.kernels.cuda import step as cuda_step
 from halfbyte.kernels.descriptors import TensorDesc
@@ -39,6 +49,7 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     embedding.TORCH,
     embedding.NUMPY,
     cuda_step.ADD_NORM,
+    attend_gluon.GLUON,
     cuda_step.ATTEND,
     cuda_step.GATE,
     step.ADD_NORM,
