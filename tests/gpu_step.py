@@ -93,7 +93,7 @@ GLUON = [
     (4, 1, 128, (299, 31), 300, None, True, (attend_gluon.Attend(1, 2), attend_gluon.Attend(3, 4))),
     (6, 2, 64, (40, 264), 270, 20, False, (attend_gluon.Attend(2),)),
     (8, 1, 128, (33,), 48, 1, True, (attend_gluon.Attend(2, 2, 128), attend_gluon.Attend(1))),
-    (5, 5, 128, (50, 200), 256, 33, False, (attend_gluon.Attend(4, 8), attend_gluon.Attend(1, 1))),
+    (5, 5, 128, (50, 200), 256, 33, False, (attend_gluon.Attend(4, 8), attend_gluon.Attend(2, 1))),
     (4, 2, 128, (-1, 64, 5), 64, None, False, (attend_gluon.Attend(2), attend_gluon.Attend(1))),
 ]
 
@@ -162,6 +162,9 @@ def jobs(capability: int, dtypes: tuple[str, ...] = DTYPES) -> Iterator[tuple[st
             signature, constants, warps = attend_gluon.parts(call, one, False)
             options = options_of(warps=warps, maxnreg=one.registers)
             yield "halfbyte.kernels.cuda.attend_gluon_code", "attend", (signature, constants, options)
+            if (shares := one.splits * one.warps) > 1:
+                signature, constants, warps = step.add_up_parts(call, shares, capability)
+                yield "halfbyte.kernels.cuda.step_code", "add_up", (signature, constants, options_of(warps=warps))
 
 
 def fresh(args: AttendArgs) -> AttendArgs:

@@ -1,7 +1,7 @@
 """``attend`` on Hopper for D a multiple of 64 and up to 8 query heads of a key head: products by the matrix units.
 
-A program of W warps takes blocks of 16 W entries, 16 each warp, in registers; in all else it is as that of
-``halfbyte.kernels.cuda.step``: splits, what is read early, and who adds up. Weights of values are rounded to the dtype
+A program of W warps takes blocks of 16 W entries, 16 each warp, in registers; its warps know nothing of each other, and
+each share of W splits is added up. In all else it is as that of ``halfbyte.kernels.cuda.step``. Weights of values are rounded to the dtype
 before they multiply, and their sum is of those that are not; so with p the position
 
     |error| <= (2 s + (p + 128) 2^-23 + h) * sum(weight * |v|) + h * |out|
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from halfbyte.kernels.base import Kernel
 from halfbyte.kernels.cuda.launch import why_not
-from halfbyte.kernels.cuda.step import TYPES, compiled, in_splits
+from halfbyte.kernels.cuda.step import TYPES, compiled, in_shares
 from halfbyte.kernels.step import AttendArgs, AttendCall, attend_cost
 
 DTYPES: Final = ("bfloat16", "float16")
@@ -91,7 +91,8 @@ def bind(args: AttendArgs, made: Attend | None = None, early: bool = True) -> Ca
     device = args.out.device
     of = parts(call, made, args.settled)
     run = compiled(attend, *of, device=device, early=early, registers=made.registers)
-    return in_splits(call, run, made.splits, 1, device, early)
+    grid = made.splits, call.kv_heads, call.rows
+    return in_shares(call, run, grid, made.splits * made.warps, device, early)
 
 
 def load(call: AttendCall) -> None:

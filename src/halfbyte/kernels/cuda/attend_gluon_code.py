@@ -19,11 +19,11 @@ def _bits(first, last):
 
 
 @gluon.constexpr_function
-def _queries_layout(W, D):
-    """(W, 8, D): 8 values of a lane are those from 8 c on."""
-    register = [[0, 0, d] for d in [1, 2, 4, *_bits(32, D)]]
+def _queries_layout(W, R, D):
+    """(W, R, D): 8 values of a lane are those from 8 c on."""
+    register = [[0, 0, d] for d in [1, 2, 4, *_bits(32, D)]] + [[0, r, 0] for r in _bits(8, R)]
     lane = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return gl.DistributedLinearLayout(register, lane, [[w, 0, 0] for w in _bits(1, W)], [], [W, 8, D])
+    return gl.DistributedLinearLayout(register, lane, [[w, 0, 0] for w in _bits(1, W)], [], [W, R, D])
 
 
 @gluon.constexpr_function
@@ -60,34 +60,60 @@ def _places(layout: gl.constexpr, W: gl.constexpr, R: gl.constexpr, D: gl.conste
 
 
 @gluon.jit
-def _normed(v, factor, norm, d):
-    TO: gl.constexpr = norm.dtype.element_ty
-    w = gl.load(norm + d).to(gl.float32)
-    return ((v * factor).to(TO).to(gl.float32) * w).to(TO).to(gl.float32)
+def _normed(v, factor, weight):
+    TO: gl.constexpr = weight.dtype
+    return ((v * factor).to(TO).to(gl.float32) * weight.to(gl.float32)).to(TO).to(gl.float32)
 
 
 @gluon.jit
-def _rotated(at, norm, c, s, d, there, eps, D: gl.constexpr, NORM: gl.constexpr):
-    """Heads of D values, normalized if NORM, and rotated: f32 that were rounded.
+def _rotated(
+    at, q_norm, k_norm, c, s, d, row, eps, G: gl.constexpr, D: gl.constexpr, Q_NORM: gl.constexpr, K_NORM: gl.constexpr
+):  # fmt: skip
+    """Rows of D values, normalized if they are, and rotated.
 
     Args:
-        at: addresses of values (.., D), apart from d.
-        norm: (D,).
+        at: addresses of rows.
+        q_norm: (D,), of the first G, if Q_NORM.
+        k_norm: (D,), of the others, if K_NORM.
         c: cosines of d.
         s: sines.
         d: (1, 1, D).
-        there: whether there is a row.
-        eps: of the norm.
+        row: their numbers.
+        eps: of the norms.
     """
     TO: gl.constexpr = at.dtype.element_ty
     other = gl.where(d < D // 2, d + D // 2, d - D // 2)
-    v = gl.load(at + d, mask=there, other=0.0).to(gl.float32)
-    turned = gl.load(at + other, mask=there, other=0.0).to(gl.float32)
-    if NORM:
-        factor = gl.rsqrt(gl.sum(v * v, axis=2) / D + eps).expand_dims(2)
-        v = _normed(v, factor, norm, d)
-        turned = _normed(turned, factor, norm, other)
-    return (v * c + gl.where(d < D // 2, -turned, turned) * s).to(TO)
+    x = gl.load(at + d, mask=(row <= G) & (d >= 0), other=0.0).to(gl.float32)
+    turned = gl.load(at + other, mask=(row <= G) & (d >= 0), other=0.0).to(gl.float32)
+    if Q_NORM or K_NORM:
+        factor = gl.rsqrt(gl.sum(x * x, axis=2) / D + eps).expand_dims(2)
+        norm = q_norm if Q_NORM else k_norm
+        if Q_NORM and K_NORM:
+            norm = gl.where(row < G, q_norm.to(gl.int64, bitcast=True), k_norm.to(gl.int64, bitcast=True))
+            norm = norm.to(gl.pointer_type(TO), bitcast=True)
+        normed = _normed(x, factor, gl.load(norm + (row * 0 + d)))
+        turned_too = _normed(turned, factor, gl.load(norm + (row * 0 + other)))
+        if Q_NORM and K_NORM:
+            x = normed
+            turned = turned_too
+        else:
+            which = (row < G) == Q_NORM
+            x = gl.where(which, normed, x)
+            turned = gl.where(which, turned_too, turned)
+    return (x * c + gl.where(d < D // 2, -turned, turned) * s).to(TO)
+
+
+@gluon.jit
+def _scores(queries, keys, W: gl.constexpr, R: gl.constexpr, MMA: gl.constexpr):
+    """(W, 16, D) and (W, D, R) to products of the first 8 rows, (W, 8, R)."""
+    score = mma_v2(queries, keys, gl.zeros([W, 16, R], gl.float32, MMA))
+    low, _ = gl.split(score.reshape(W, 2, 8, R).permute(0, 2, 3, 1))
+    return low
+
+
+@gluon.jit
+def _key_operand(words, W: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, B: gl.constexpr):
+    return gl.convert_layout(_by_place(_pairs(words, HALF), W, 16, D), B, assert_trivial=True)
 
 
 @gluon.jit
@@ -126,15 +152,16 @@ def attend(
     """The share of one split in the attention of G query heads to one key head of a sequence.
 
     Arguments are those of ``step_code.attend``; G is at most 8, D a multiple of 64. Block j of 16 entries for each warp
-    is for split j mod S.
+    is for split j mod S; sums and tops are those of warps, (B, HKV G, S W, ...).
     """
     W: gl.constexpr = gl.num_warps()
+    R: gl.constexpr = 8 if G < 8 else 16
     TO: gl.constexpr = qkv.dtype.element_ty
     N: gl.constexpr = 16 * W
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    QUERIES: gl.constexpr = _queries_layout(W, D)
+    QUERIES: gl.constexpr = _queries_layout(W, R, D)
     KEYS: gl.constexpr = _keys_layout(W, D)
     VALUES: gl.constexpr = _values_layout(W, D)
     split = gl.program_id(0)
@@ -167,60 +194,52 @@ def attend(
     ve = block * N + vw * 16 + vr
     ks = gl.load(key_pairs + (ke * (D // 2) + kd), mask=(ke < stop) & (ke >= start), other=0)
     vs = gl.load(value_pairs + (ve * (D // 2) + vd), mask=(ve < stop) & (ve >= start), other=0)
-    qw, qr, qd = _places(QUERIES, W, 8, D)
+    qw, qr, qd = _places(QUERIES, W, R, D)
     c = gl.load(cos + p.to(gl.int64) * D + qd)
     s = gl.load(sin + p.to(gl.int64) * D + qd)
     if EARLY and SETTLED:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
+    # rows are the queries, then the new key
     row = qkv + b * (HKV * (G + 2) * D)
     one = qr + qw * 0
-    q = _rotated(row + (head * G * D + one * D), q_norm, c, s, qd, one < G, eps, D, Q_NORM)
-    at = row + (HKV * G + head) * D
-    k = _rotated(at + one * 0, k_norm, c, s, qd, one >= 0, eps, D, K_NORM)
-    v = gl.load(at + HKV * D + (one * 0 + qd))
+    x_at = gl.where(one < G, head * G + one, HKV * G + head) * D
+    x = _rotated(row + x_at, q_norm, k_norm, c, s, qd, one, eps, G, D, Q_NORM, K_NORM)
+    v_at = row + (HKV * (G + 1) + head) * D
     owner = (p // N) % S == split
-    mine = (one + qw == 0) & owner & valid
-    gl.store(keys + p * D + (one * 0 + qd), k, mask=mine & (qd >= 0))
-    gl.store(values + p * D + (one * 0 + qd), v, mask=mine & (qd >= 0))
-    own = gl.sum(q.to(gl.float32) * k.to(gl.float32), axis=2) * scale
+    mine = (qw == 0) & (one == G) & owner & valid & (qd >= 0)
+    gl.store(keys + p * D + (one * 0 + qd), x, mask=mine)
+    gl.store(values + p * D + (one * 0 + qd), gl.load(v_at + (one * 0 + qd), mask=mine, other=0.0), mask=mine)
+    own = gl.convert_layout(_by_place(x, W, R, D), B, assert_trivial=True)
+    if R == 8:
+        x = gl.join(x, gl.zeros_like(x)).permute(0, 3, 1, 2).reshape(W, 16, D)
+    queries = gl.convert_layout(_by_place(x, W, 16, D).permute(0, 2, 1), A, assert_trivial=True)
+    own = _scores(queries, own, W, R, MMA)
+    first = (gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, own.type.layout)))[:, None, None] == 0) & owner
+    column = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(1, own.type.layout)))[None, None, :]
+    top = gl.max(gl.where((column == G) & first, own * scale, float("-inf")), axis=2)
 
-    both = gl.join(q, gl.zeros_like(q)).permute(0, 3, 1, 2).reshape(W, 16, D)
-    queries = gl.convert_layout(_by_place(both, W, 16, D).permute(0, 2, 1), A, assert_trivial=True)
-
-    score = mma_v2(
-        queries,
-        gl.convert_layout(_by_place(_pairs(ks, TO), W, 16, D), B, assert_trivial=True),
-        gl.zeros([W, 16, 16], gl.float32, MMA),
-    )
-    low, _ = gl.split(score.reshape(W, 2, 8, 16).permute(0, 2, 3, 1))
-    L: gl.constexpr = low.type.layout
-    FOUND: gl.constexpr = gl.SliceLayout(2, L)
-    sw, sr, se = _places(L, W, 8, 16)
-    first = (gl.arange(0, W, layout=gl.SliceLayout(1, FOUND))[:, None] == 0) & owner
-    own = gl.convert_layout(own, FOUND)
-    top = gl.where(first, own, float("-inf"))
-    weight = gl.where(first, 1.0, 0.0) + own * 0
-    # the transpose of what is found: values of the new entry, in the first warp
+    # the transpose of what is found, at first the new value
     HEADS: gl.constexpr = gl.SliceLayout(1, MMA)
     dw, dd, dh = _places(MMA, W, D, 8)
     place = (dd & 64 * (D // 64 - 1)) | ((dd >> 5 & 1) << 2) | ((dd >> 4 & 1) << 1) | (dd >> 3 & 1) | ((dd & 7) << 3)
-    new = gl.load(at + HKV * D + place).to(gl.float32)
-    new = gl.where(valid, new, float("nan"))
-    acc = gl.where((dw + dh * 0 == 0) & owner, new, 0.0)
+    there = (dw + dh * 0 == 0) & owner
+    new = gl.load(v_at + place + dh * 0, mask=there & (dd >= 0), other=0.0).to(gl.float32)
+    acc = gl.where(there & (not valid), float("nan"), new)
 
+    score = _scores(queries, _key_operand(ks, W, D, TO, B), W, 16, MMA)
+    L: gl.constexpr = score.type.layout
+    FOUND: gl.constexpr = gl.SliceLayout(2, L)
+    sw, sr, se = _places(L, W, 8, 16)
+    top = gl.convert_layout(top, FOUND)
+    weight = gl.where(top == float("-inf"), 0.0, 1.0)
     while block * N < stop:
-        score = mma_v2(
-            queries,
-            gl.convert_layout(_by_place(_pairs(ks, TO), W, 16, D), B, assert_trivial=True),
-            gl.zeros([W, 16, 16], gl.float32, MMA),
-        )
-        low, _ = gl.split(score.reshape(W, 2, 8, 16).permute(0, 2, 3, 1))
+        score = _scores(queries, _key_operand(ks, W, D, TO, B), W, 16, MMA)
         e = block * N + sw * 16 + se
-        low = gl.where((e < stop) & (e >= start) & (sr >= 0), low * scale, float("-inf"))
-        higher = gl.maximum(top, gl.max(low, axis=2))
+        score = gl.where((e < stop) & (e >= start) & (sr >= 0), score * scale, float("-inf"))
+        higher = gl.maximum(top, gl.max(score, axis=2))
         level = gl.where(higher == float("-inf"), 0.0, higher)
-        each = gl.exp2(low - level.expand_dims(2))
+        each = gl.exp2(score - level.expand_dims(2))
         factor = gl.exp2(top - level)
         top = higher
         weight = weight * factor + gl.sum(each, axis=2)
@@ -235,20 +254,12 @@ def attend(
         ks = gl.load(key_pairs + (ke * (D // 2) + kd), mask=ke < stop, other=0)
         vs = gl.load(value_pairs + (ve * (D // 2) + vd), mask=ve < stop, other=0)
 
-    peak = gl.max(top, axis=0)
-    factor = gl.exp2(top - gl.where(peak == float("-inf"), 0.0, peak).expand_dims(0))
-    total = gl.sum(weight * factor, axis=0)
-    acc = gl.sum(acc * gl.convert_layout(factor, HEADS).expand_dims(1), axis=0)
-    O: gl.constexpr = acc.type.layout
-    d = gl.arange(0, D, layout=gl.SliceLayout(1, O))[:, None]
-    h = gl.arange(0, 8, layout=gl.SliceLayout(0, O))[None, :]
-    d = (d & 64 * (D // 64 - 1)) | ((d >> 5 & 1) << 2) | ((d >> 4 & 1) << 1) | (d >> 3 & 1) | ((d & 7) << 3)
-    to = b * (HKV * G) + head * G
-    if S == 1:
-        y = acc / gl.convert_layout(total, gl.SliceLayout(0, O)).expand_dims(0)
-        gl.store(out + to * D + (h * D + d), y.to(TO), mask=(h < G) & (d < D))
-    else:
-        gl.store(sums + (to * S + split) * D + (h * (S * D) + d), acc, mask=(h < G) & (d < D))
-        heads = gl.arange(0, 8, layout=total.type.layout)
-        gl.store(tops + 2 * (to * S + split) + 2 * S * heads, peak, mask=heads < G)
-        gl.store(tops + 2 * (to * S + split) + 2 * S * heads + 1, total, mask=heads < G)
+    acc = acc.reshape(W, D // 64, 2, 2, 2, 2, 2, 2, 8).permute(0, 8, 1, 5, 6, 7, 2, 3, 4).reshape(W, 8, D)
+    FINAL: gl.constexpr = acc.type.layout
+    aw, ah, ad = _places(FINAL, W, 8, D)
+    to = (b * (HKV * G) + head * G) * (S * W) + split * W
+    gl.store(sums + to * D + ((ah * (S * W) + aw) * D + ad), acc, mask=(ah < G) & (aw < W) & (ad < D))
+    tw = gl.arange(0, W, layout=gl.SliceLayout(1, FOUND))[:, None]
+    th = gl.arange(0, 8, layout=gl.SliceLayout(0, FOUND))[None, :]
+    gl.store(tops + 2 * to + 2 * (th * (S * W) + tw), top, mask=(th < G) & (tw < W))
+    gl.store(tops + 2 * to + 2 * (th * (S * W) + tw) + 1, weight, mask=(th < G) & (tw < W))

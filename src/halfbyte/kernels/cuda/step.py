@@ -129,17 +129,17 @@ def attend_parts(call: AttendCall, made: Attend, capability: int, settled: bool 
     return signature, constants, made.warps
 
 
-def add_up_parts(call: AttendCall, splits: int, capability: int) -> tuple[Any, Any, int]:
+def add_up_parts(call: AttendCall, shares: int, capability: int) -> tuple[Any, Any, int]:
     """As ``add_norm_parts``."""
     signature = {"sums": "*fp32:16", "tops": "*fp32:16", "out": _type(call.dtype, capability)}
     constants = {
         "D": call.dim,
         "DP": _padded(call.dim),
-        "S": splits,
-        "SP": 1 << (splits - 1).bit_length(),
+        "S": shares,
+        "SP": 1 << (shares - 1).bit_length(),
         **_flags(call.dtype, capability),
     }
-    return signature, constants, ADD_WARPS
+    return signature, constants, ADD_WARPS if shares <= MOST_SPLITS else 2 * ADD_WARPS
 
 
 def _padded(n: int) -> int:
@@ -207,21 +207,22 @@ def bind_attend(args: AttendArgs, made: Attend | None = None, early: bool = True
     made = configure(call) if made is None else made
     parts = attend_parts(call, made, call.capability, args.settled)
     run = compiled(attend, *parts, device=args.out.device, early=early, registers=made.registers)
-    return in_splits(call, run, made.splits, _parts(call), args.out.device, early)
+    return in_shares(
+        call, run, (made.splits, call.kv_heads * _parts(call), call.rows), made.splits, args.out.device, early
+    )
 
 
-def in_splits(
-    call: AttendCall, run: Program, splits: int, parts: int, device: Any, early: bool = True
+def in_shares(
+    call: AttendCall, run: Program, grid: tuple[int, int, int], shares: int, device: Any, early: bool = True
 ) -> Callable[..., None]:
-    """What runs a kernel of so many splits and programs for each key head, and adds up what they found."""
+    """What runs a kernel, and adds up what it found for each head of a sequence in so many shares."""
     from halfbyte.kernels.cuda.step_code import add_up
 
     then = None
-    if splits > 1:
-        then = compiled(add_up, *add_up_parts(call, splits, call.capability), device=device, early=early)
+    if shares > 1:
+        then = compiled(add_up, *add_up_parts(call, shares, call.capability), device=device, early=early)
     plain, room = bool(run.plainly), call.room
-    found = splits * call.rows * call.heads
-    grid, rows = (splits, call.kv_heads * parts, call.rows), (call.rows * call.heads, 1, 1)
+    found, rows = shares * call.rows * call.heads, (call.rows * call.heads, 1, 1)
     first, nbytes = found * call.dim, 4 * found * (call.dim + 2)
 
     def bound(
