@@ -25,6 +25,9 @@ MOST_GROUP: Final = 8
 DIMS: Final = (64, 128)
 ENTRIES: Final = 16
 """Of a warp at once."""
+AT_ONCE: Final = 396
+"""Programs that the registers of an H200 hold."""
+FEW_SPLITS: Final = 16
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,10 @@ class Attend:
 
 
 def configure(call: AttendCall) -> Attend:
-    """As many splits as fill a GPU, with at least one block each."""
-    splits = min(max(1, 512 // (call.rows * call.kv_heads)), 16, max(1, -(-call.room // (ENTRIES * Attend.warps))))
-    return Attend(splits=1 << splits.bit_length() - 1)
+    """As many splits as are on a GPU at once, with a block each and, beyond ``FEW_SPLITS``, four."""
+    blocks = -(-call.room // (ENTRIES * Attend.warps))
+    splits = min(AT_ONCE // (call.rows * call.kv_heads), blocks, max(FEW_SPLITS, blocks // 4))
+    return Attend(splits=1 << max(1, splits).bit_length() - 1)
 
 
 def parts(call: AttendCall, made: Attend, settled: bool) -> tuple[Any, Any, int]:
