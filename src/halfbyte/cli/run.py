@@ -79,6 +79,8 @@ def _read() -> str:
 
 
 def _write(text: str) -> None:
+    if sys.stdout is None:
+        return
     if is_terminal(sys.stdout):  # which the text of a model does not steer
         text = "".join(c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else ascii(c)[1:-1] for c in text)
     sys.stdout.write(text)

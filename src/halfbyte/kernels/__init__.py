@@ -12,6 +12,7 @@ from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.chain import ChainArgs
 from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
+from halfbyte.kernels.cpu import step as cpu_step
 from halfbyte.kernels.cuda import (
     attend_gluon,
     choices,
@@ -52,6 +53,9 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     attend_gluon.GLUON,
     cuda_step.ATTEND,
     cuda_step.GATE,
+    cpu_step.ADD_NORM,
+    cpu_step.ATTEND,
+    cpu_step.GATE,
     step.ADD_NORM,
     step.ATTEND,
     step.GATE,

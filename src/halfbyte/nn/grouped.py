@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfbyte.errors import UsageError, WeightError
 from halfbyte.layouts import Fragments, Layout, Packed, Rows
-from halfbyte.nn.base import kernel_for_one
+from halfbyte.nn.base import Quantized, kernel_for_one
 from halfbyte.nn.linear import Linear
 from halfbyte.operands import wants_gradient
 from halfbyte.ops import linear, pack
@@ -154,7 +154,7 @@ class Group(Linear):
         return super().__getstate__() | {"_shared": None, "_traced": None}
 
 
-class Part(torch.nn.Module):
+class Part(Quantized):
     """One layer of a Group, in its place in a model.
 
     Called with an x, it gives its columns of one product for all parts: a view, no copy. The first part owns the group
@@ -231,7 +231,7 @@ class Part(torch.nn.Module):
         return own
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
-        """As of every module of halfbyte.nn."""
+        """As of every Quantized: this layer alone."""
         yield "", self.weight()
 
     def forward(self, x: Tensor) -> Tensor:
