@@ -143,6 +143,7 @@ CHAINS = {
         "fp8": {"base"},
         "embedding": {"base"},
         "step": {"base"},
+        "gated": {"base", "step"},
         "chain": {"base", "step"},
     },
     "kernels.cpu": {

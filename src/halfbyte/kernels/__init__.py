@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, chain, embedding, fp8, int8, reference, step
+from halfbyte.kernels import attention, chain, embedding, fp8, gated, int8, reference, step
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.chain import ChainArgs
@@ -31,6 +31,7 @@ from halfbyte.kernels.embedding import EmbeddingArgs, EmbeddingCall
 from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
 from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
+from halfbyte.kernels.gated import GatedArgs
 from halfbyte.kernels.int8 import Int8Args, Int8Call
 from halfbyte.kernels.step import AddNormArgs, AttendArgs, GateArgs
 
@@ -49,6 +50,8 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     cuda_embedding.TRITON,
     embedding.TORCH,
     embedding.NUMPY,
+    decode_gluon.GATED,
+    gated.COMPOSED,
     cuda_step.ADD_NORM,
     attend_gluon.GLUON,
     cuda_step.ATTEND,
@@ -95,6 +98,7 @@ __all__ = [
     "Fp8Args",
     "Fp8Call",
     "GateArgs",
+    "GatedArgs",
     "Int8Args",
     "Int8Call",
     "Kernel",
