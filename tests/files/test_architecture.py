@@ -143,6 +143,7 @@ CHAINS = {
         "fp8": {"base"},
         "embedding": {"base"},
         "step": {"base"},
+        "gated": {"base", "step"},
         "chain": {"base", "step"},
     },
     "kernels.cpu": {
@@ -182,7 +183,7 @@ What ends in _code is loaded only to run."""
 CUDA = {"choices", "launch", "shared", "fragments", "fp8_quantize"}
 """In kernels.cuda: what every kernel may import, beside its own device code, the file of its name and _code."""
 
-TILED = {"gemm_gluon": {"decode_gluon"}, "fp8_gluon": {"gemm_gluon"}}
+TILED = {"gemm_gluon": {"decode_gluon"}, "fp8_gluon": {"gemm_gluon"}, "attend_gluon": {"step"}}
 """In kernels.cuda: whose parts a kernel has."""
 
 EXECUTORS = {
