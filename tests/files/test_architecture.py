@@ -144,6 +144,7 @@ CHAINS = {
         "embedding": {"base"},
         "step": {"base"},
         "gated": {"base", "step"},
+        "pick": {"base", "step"},
         "chain": {"base", "step"},
     },
     "kernels.cpu": {
