@@ -36,7 +36,7 @@ def add_norms(device: str, dtypes: tuple[str, ...] = DTYPES) -> Iterator[str]:
         x, r = (random(m, h, dtype=dtype, seed=seed, device=device) for seed in (0, 1))
         weight = random(h, dtype=dtype, seed=2, device=device)
         results = []
-        for launch in (reference.ADD_NORM.launch, step.launch_add_norm):
+        for launch in (reference.ADD_NORM.run, step.ADD_NORM.run):
             normed = torch.full_like(x, torch.nan)
             total = torch.full_like(x, torch.nan) if residual else x
             given = {"x": x, "residual": r if residual else None, "weight": weight, "eps": 1e-5}
@@ -55,8 +55,8 @@ def gates(device: str, dtypes: tuple[str, ...] = DTYPES) -> Iterator[str]:
     for (m, width), dtype, activation in itertools.product(WIDTHS, dtypes, ACTIVATIONS):
         both = 3 * random(m, 2 * width, dtype=dtype, device=device)
         expected, got = (torch.full_like(both[:, :width].contiguous(), torch.nan) for _ in range(2))
-        reference.GATE.launch(GateArgs(gate_up=both, activation=activation, out=expected))
-        step.launch_gate(GateArgs(gate_up=both, activation=activation, out=got))
+        reference.GATE.run(GateArgs(gate_up=both, activation=activation, out=expected))
+        step.GATE.run(GateArgs(gate_up=both, activation=activation, out=got))
         name = f"gate {m}x{width} {dtype} {activation}"
         off = (got.double() - expected.double()).abs()
         assert (off <= 2.02 * HALF_ULP[dtype] * expected.double().abs() + 1e-5).all(), (name, off.max())
@@ -103,11 +103,11 @@ def attends(device: str, dtypes: tuple[str, ...] = DTYPES) -> Iterator[str]:
         inside = replace(expected, positions=at.where(valid, 0)) if device == "cpu" else expected
         if device == "cpu" and not valid.all():
             inside.keys.copy_(torch.where(valid[:, None, None, None], inside.keys, 0))
-        reference.ATTEND.launch(inside)
+        reference.ATTEND.run(inside)
         for made in configurations:
             got, again = fresh(args), fresh(args)
-            step.launch_attend(got, made)
-            step.launch_attend(again, made)
+            step.bind_attend(got, made)(*got.arrays())
+            step.bind_attend(again, made)(*again.arrays())
             assert torch.equal(_bits(got.out), _bits(again.out)), name
             assert got.out[~valid].isnan().all(), name
             for i in torch.nonzero(valid).flatten().tolist():

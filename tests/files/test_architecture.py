@@ -152,6 +152,8 @@ CHAINS = {
         "panels": {"exact"},
         "product_code": {"scalars", "tiles", "vectors"},
         "scalars": {"vectors"},
+        "step": {"step_code"},
+        "step_code": {"scalars"},
         "tiles": {"vectors"},
     },
     "nn": {

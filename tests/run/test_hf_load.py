@@ -17,6 +17,7 @@ from checkpoints import (
     GATE,
     GOLDENS,
     HIDDEN,
+    OUT,
     UP,
     VOCAB,
     K,
@@ -24,6 +25,7 @@ from checkpoints import (
     V,
     copy_golden,
     floats,
+    fp8,
     make_dense,
     make_float,
     named,
@@ -34,7 +36,7 @@ from checkpoints import (
     write_json,
 )
 from halfbyte.errors import LayoutError, UsageError
-from halfbyte.hf import LoadReport, from_pretrained
+from halfbyte.hf import LoadReport, filling, from_pretrained
 from halfbyte.nn import Embedding, Experts, Fp8Linear, Linear, Part, TiedLinear, weights_of
 from halfbyte.weight import DenseWeight, to_torch
 from helpers_run import assert_within_bound
@@ -177,7 +179,7 @@ class TestWhatIsMade:
         assert report.nbytes == held
         text = str(report)
         assert "7 nvfp4 as rows on cpu" in text
-        assert "1 dense on cpu" in text
+        assert "dense tensors on cpu" in text
         assert "modelopt" in text
 
     def test_apart_where_asked(self):
@@ -272,9 +274,38 @@ class TestWhatIsMade:
             "model.layers.0.self_attn"
         ]
 
+    def test_on_several_devices(self, monkeypatch):
+        def device(self, path):
+            return torch.device("cpu:0" if path.endswith("v_proj") else "cpu")
+
+        path = GOLDENS["modelopt_llama_nvfp4"]
+        expected = logits(from_pretrained(path))
+        monkeypatch.setattr(filling.Filling, "_device", device)
+        model = from_pretrained(path)
+        assert type(model.model.layers[0].self_attn.q_proj) is Linear
+        assert model.halfbyte.notes == [
+            "model.layers.0.self_attn.q_proj and those beside it are on several devices, so not one product"
+        ]
+        assert torch.equal(logits(model), expected)
+
     def test_a_dense_checkpoint_loads_too(self, tmp_path):
         model = from_pretrained(make_float(tmp_path / "a"))
         assert {entry.kind for entry in model.halfbyte.entries} == {"dense"}
+
+
+@pytest.mark.parametrize("scale", ["tensor", "row", "block"])
+def test_fp8_layers_of_each_granularity(scale, tmp_path):
+    value = {"tensor": 2.0**-7, "row": np.linspace(0.01, 0.02, HIDDEN), "block": np.full((1, 1, 1, 1), 2.0**-6)}[scale]
+    change = {f"{OUT}.{s}": v for s, v in fp8(HIDDEN, HIDDEN, scale=value).items()} | {f"{OUT}.weight_scale_2": None}
+    path = make_dense(tmp_path / "a", change=change)
+    model = from_pretrained(path, dtype="float32")
+    layer, x = model.model.layers[0].self_attn.o_proj, torch.randn(3, HIDDEN)
+    assert type(layer) is Fp8Linear
+    assert layer.granularity == scale
+    with halfbyte.open(path) as checkpoint, torch.no_grad():
+        dense = torch.from_numpy(checkpoint[OUT].dequantize()).double()
+        difference, bound = layer(x) - x.double() @ dense.T, HIDDEN * 2.0**-24 * (x.double().abs() @ dense.abs().T)
+    assert bool((difference.abs() <= bound).all())
 
 
 class TestHeadsAndEmbeddings:

@@ -51,7 +51,7 @@ class TestEqualsQuantizeCheckpoint:
         model.save_pretrained(tmp_path / "made")
         assert_same_files(expected, tmp_path / "made")
 
-    @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+    @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "mixtral"])
     def test_shared_scale2(self, name, tmp_path):
         model = build(name)
         expected = quantized_checkpoint(model, tmp_path, share_scale2=True)
@@ -277,6 +277,10 @@ class TestRefused:
             quantize_model(model, layout="best")
         with pytest.raises(UsageError, match="is not a multiple of 64"):
             quantize_model(model, layout="tiles64")
+
+    def test_a_layer_by_itself(self):
+        with pytest.raises(UsageError, match="a layer by itself"):
+            quantize_model(torch.nn.Linear(16, 16))
 
     def test_some_experts(self, model):
         with pytest.raises(UsageError, match="some experts would stay dense") as caught:

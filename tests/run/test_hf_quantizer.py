@@ -231,6 +231,12 @@ UNSOUND = {
         UsageError,
         f"{UP}.weight: a layer of this format does not run: got mxfp4",
     ),
+    "INT8": (
+        {f"{UP}.weight_scale_2": None, f"{UP}.weight_scale": np.ones(INTER, np.float32)}
+        | {f"{UP}.weight": np.ones((INTER, HIDDEN), np.int8)},
+        UsageError,
+        f"{UP}.weight: a layer of this format does not run: got I8",
+    ),
     "an FP8 scale that is NaN": (
         {f"{OUT}.{s}": v for s, v in fp8(HIDDEN, HIDDEN, scale=np.nan).items()} | {f"{OUT}.weight_scale_2": None},
         FormatError,

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +137,26 @@ class TestQuantized:
         again = from_pretrained(tmp_path / "saved")
         assert again.lm_head.weight is again.model.embed_tokens.weight
 
+    def test_a_model_inside(self, quantized, tmp_path):
+        quantized.model.save_pretrained(tmp_path / "saved")
+        assert halfbyte.verify(tmp_path / "saved").ok
+        again = from_pretrained(tmp_path / "saved")
+        assert type(again) is type(quantized.model)
+        assert torch.equal(output(again), output(quantized.model))
+
+    def test_a_model_inside_a_loaded_one(self, tmp_path):
+        model = from_pretrained(TINY / "modelopt_llama_w4a16")
+        model.model.save_pretrained(tmp_path / "saved")
+        expected = {name.removeprefix("model."): t for name, t in tensors_of(TINY / "modelopt_llama_w4a16").items()}
+        del expected["lm_head.weight"]
+        assert tensors_of(tmp_path / "saved") == expected
+
+    def test_a_model_inside_another_module(self, tmp_path):
+        whole = torch.nn.Sequential(build("bert"))
+        quantize_model(whole)
+        whole[0].save_pretrained(tmp_path / "saved")
+        assert torch.equal(output(from_pretrained(tmp_path / "saved")), output(whole[0]))
+
     def test_saved_twice(self, quantized, tmp_path):
         quantized.save_pretrained(tmp_path / "a")
         from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
@@ -169,6 +190,24 @@ class TestFiles:
         quantized.save_pretrained(tmp_path / "bytes", max_shard_size=20_000)
         assert names_in(tmp_path / "bytes") == names_in(tmp_path / "many")
 
+    def test_weights_come_out_one_by_one(self, quantized, tmp_path, monkeypatch):
+        made, alive, to_bytes, weights = [], [], saving._bytes, saving.weights_of
+
+        def noted(model):
+            for name, weight in weights(model):
+                made.append(weakref.ref(weight))
+                yield name, weight
+
+        def counted(array):
+            alive.append(sum(ref() is not None for ref in made))
+            return to_bytes(array)
+
+        monkeypatch.setattr(saving, "weights_of", noted)
+        monkeypatch.setattr(saving, "_bytes", counted)
+        quantized.save_pretrained(tmp_path / "saved")
+        assert len(made) == 2 * 14  # their shapes, then their bytes
+        assert max(alive) == 1
+
     def test_what_there_is(self, quantized, tmp_path):
         quantized.save_pretrained(tmp_path / "new" / "deep")
         assert names_in(tmp_path / "new" / "deep") == [
@@ -199,6 +238,13 @@ class TestFiles:
         before = tensors_of(tmp_path / "saved")
         from_pretrained(tmp_path / "saved").save_pretrained(tmp_path / "saved")
         assert tensors_of(tmp_path / "saved") == before
+
+    def test_a_link_to_a_directory(self, quantized, tmp_path):
+        (tmp_path / "real").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / "real")
+        quantized.save_pretrained(tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+        assert halfbyte.verify(tmp_path / "real").ok
 
     def test_the_directory_one_is_in(self, quantized, tmp_path, monkeypatch):
         (tmp_path / "here").mkdir()
@@ -255,6 +301,13 @@ class TestRefused:
     def test_a_dense_model(self, tmp_path):
         with pytest.raises(UsageError, match="no quantized weight"):
             save_pretrained(build("llama"), tmp_path / "saved")
+        assert not names_in(tmp_path)
+
+    def test_an_offloaded_tensor(self, quantized, tmp_path):
+        quantized.model.norm.to("meta")
+        with pytest.raises(UsageError, match="offloaded") as caught:
+            quantized.save_pretrained(tmp_path / "saved")
+        assert caught.value.tensor == "model.norm.weight"
         assert not names_in(tmp_path)
 
     def test_a_scale2_for_each_row(self, quantized, tmp_path):

@@ -231,11 +231,11 @@ BUNDLES = {AddNormCall: AddNormArgs, GateCall: GateArgs, AttendCall: AttendArgs}
 
 @needs_triton
 @pytest.mark.parametrize("kind", BUNDLES)
-def test_triton_is_chosen_on_a_gpu_and_torch_elsewhere(kind):
+def test_triton_is_chosen_on_a_gpu_and_compiled_code_on_a_cpu(kind):
     name = BUNDLES[kind].op.replace("_", "-")
     assert select(BUNDLES[kind], call(kind)).name == f"triton-{name}"
     assert select(BUNDLES[kind], call(kind, capability=80)).name == f"triton-{name}"
-    assert select(BUNDLES[kind], call(kind, device="cpu", capability=0)).name == f"{name}-torch"
+    assert select(BUNDLES[kind], call(kind, device="cpu", capability=0)).name == f"{name}-cpu"
     assert select(BUNDLES[kind], call(kind, capability=75)).name == f"{name}-torch"
     with pytest.raises(NoKernelError, match=f"no kernel computes {BUNDLES[kind].op} of 1 rows, bfloat16, numpy on cpu"):
         select(BUNDLES[kind], call(kind, library="numpy", device="cpu", capability=0))
@@ -248,10 +248,9 @@ def test_triton_is_chosen_on_a_gpu_and_torch_elsewhere(kind):
         (call(AddNormCall, width=16385), "takes rows of up to 16384 values, not 16385"),
         (call(AttendCall, dim=264), "takes heads of multiples of 8 up to 256 values, not 264"),
         (call(AttendCall, dim=84), "takes heads of multiples of 8 up to 256 values, not 84"),
-        (call(AttendCall, kv_heads=1), "takes up to 16 query heads for a key head, not 32"),
         (call(GateCall, dtype="float64"), "takes float32 or bfloat16 or float16, not float64"),
     ],
-    ids=range(5),
+    ids=range(4),
 )
 def test_what_triton_declines(changed, words):
     (kernel,) = (k for k in KERNELS if k.op == changed.op and k.on_gpu)
@@ -262,12 +261,12 @@ def test_what_triton_declines(changed, words):
     ("changes", "splits"),
     [
         ({}, 32),
-        ({"rows": 16}, 2),
+        ({"rows": 16}, 4),
         ({"rows": 64}, 1),
         ({"room": 100}, 4),
         ({"room": 5}, 1),
-        ({"kv_heads": 2}, 16),
-        ({"heads": 16, "kv_heads": 1, "dim": 256}, 8),
+        ({"rows": 16, "kv_heads": 2}, 4),
+        ({"heads": 16, "kv_heads": 1, "dim": 256, "rows": 4}, 32),
     ],
 )
 def test_splits_fill_a_gpu_but_have_entries_and_are_soon_added_up(changes, splits):
@@ -302,7 +301,7 @@ def code_of(name, made, capability):
 @needs_triton
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_machine_code(capability):
-    """Nothing is spilled, rows are loaded 16 bytes at a time, and keys and values pass no register on their way."""
+    """Nothing is spilled, rows, keys and values are loaded 16 bytes at a time, and a program takes little room."""
     code = code_of("add_norm", step.add_norm_parts("bfloat16", 4096, True, capability), capability)
     assert code.opcodes["LDG.E.128"] == 3
     assert code.registers <= 48
@@ -313,9 +312,11 @@ def test_machine_code(capability):
     for changes in ({}, {"rows": 16}, {"heads": 32, "kv_heads": 2, "dim": 80, "q_norm": True, "k_norm": True}):
         asked = call(AttendCall, **changes, capability=capability)
         made = step.configure(asked)
-        code = code_of("attend", (*step.attend_parts(asked, made, capability), made.warps), capability)
-        assert code.registers <= 168
-        assert sum(n for op, n in code.opcodes.items() if op.startswith("LDGSTS.E.BYPASS.128")) >= 24
+        code = code_of("attend", step.attend_parts(asked, made, capability), capability)
+        assert code.registers <= 224
+        assert code.opcodes["LDG.E.128"] >= 4 * made.entries
+        assert code.shared <= 4096
+        code_of("add_up", step.add_up_parts(asked, made, capability), capability)
 
 
 @needs_triton
@@ -334,11 +335,11 @@ class TestOnGpu:
     def test_a_row_does_not_depend_on_the_others(self):
         args = gpu_step.attended((8, 2, 64, (0, 17, 63), 64, None, False, ()), "bfloat16", "cuda")
         whole = gpu_step.fresh(args)
-        step.launch_attend(whole, Attend(4))
+        step.bind_attend(whole, Attend(4))(*whole.arrays())
         for i in range(3):
             own = {n: getattr(args, n)[i : i + 1].clone() for n in ("qkv", "positions", "keys", "values", "out")}
             one = replace(args, **own)
-            step.launch_attend(one, Attend(4))
+            step.bind_attend(one, Attend(4))(*one.arrays())
             assert torch.equal(one.out[0], whole.out[i])
 
     def test_steps_in_a_graph_are_those_outside_of_one(self):

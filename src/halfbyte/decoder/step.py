@@ -10,12 +10,13 @@ On a GPU nothing here waits for the device, and all tensors that last are those 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from halfbyte.decoder.families import Decoder, Layer
+from halfbyte.decoder.families import Decoder, Layer, Product
+from halfbyte.layouts import Packed
 from halfbyte.step_ops import add_norm, attend, chain, gate
 
 
@@ -92,6 +93,7 @@ def logits_of(decoder: Decoder, state: State) -> Tensor:
             k_norm=None if layer.k_norm is None else layer.k_norm.weight,
             eps=0.0 if layer.q_norm is None else layer.q_norm.eps,
             window=layer.window,
+            settled=True,  # the choice of tokens, and embed, come behind what wrote them
         )
         behind = layers[i + 1] if i + 1 < len(layers) else None
         if state.chained and layer.chains(behind):
@@ -109,24 +111,22 @@ def _chain(
     decoder: Decoder, layer: Layer, behind: Layer | None, residual: Any, mixed: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """All of a layer behind its attention, and the next layer's qkv."""
-    o, gate_up, down = (product.packed for product in (layer.o, layer.gate_up, layer.down) if product is not None)
+    o, gate_up, down = layer.o, cast("Product", layer.gate_up), layer.down
     after: dict[str, Any] = {}
     if behind is not None:
         after = {"norm2": behind.before.weight, "qkv_next": behind.qkv.packed, "qkv_bias": behind.qkv.bias}
         after["eps2"] = behind.before.eps
-    assert o is not None and gate_up is not None and down is not None
-    assert layer.gate_up is not None
     return chain(
         residual,
         mixed,
-        o,
+        cast("Packed", o.packed),
         layer.after.weight,
         layer.after.eps,
-        gate_up,
-        down,
+        cast("Packed", gate_up.packed),
+        cast("Packed", down.packed),
         activation=decoder.activation,
-        o_bias=layer.o.bias,
-        gate_up_bias=layer.gate_up.bias,
-        down_bias=layer.down.bias,
+        o_bias=o.bias,
+        gate_up_bias=gate_up.bias,
+        down_bias=down.bias,
         **after,
     )

@@ -84,6 +84,8 @@ class Chosen:
     def _matrix(self, paths: list[str]) -> None:
         """Decide on a weight with two axes that the modules ``paths`` share; checkpoints have it under the first."""
         name, *others = paths
+        if not name:
+            raise UsageError("a layer by itself is not quantized in place", hint="pass the model that holds it")
         modules = [self._model.get_submodule(path) for path in paths]
         reason = reason_to_skip(name, modules[0].weight.shape, self._include, self._exclude)
         plain = torch.nn.Embedding, torch.nn.Linear

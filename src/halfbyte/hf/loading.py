@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from halfbyte.checkpoint.reader import open_checkpoint
 from halfbyte.errors import FormatError, UsageError
-from halfbyte.hf.quantizer import METHOD, HalfbyteConfig, Options
+from halfbyte.hf.filling import Options
+from halfbyte.hf.quantizer import METHOD, HalfbyteConfig
 from halfbyte.modules import quant_section
 
 _REFUSED: Final = {

@@ -139,6 +139,7 @@ class _Planner:
             if self._outside(name):
                 self.made.notes.append(f"left out, since the class has no such head: {main}")
                 return
+            self._refuse_experts(name, main)
             raise UsageError(
                 "no module of the model uses this tensor",
                 tensor=main,
@@ -177,6 +178,18 @@ class _Planner:
     def _fits(self, name: str, got: Iterable[int], needed: Iterable[int]) -> None:
         if tuple(got) != tuple(needed):
             raise UsageError("the tensor does not fit the model", tensor=name, got=tuple(got), expected=tuple(needed))
+
+    def _refuse_experts(self, name: str, main: str) -> None:
+        """UsageError with the reason where a model has experts of this name, and no place for them."""
+        single = numbered(name.removesuffix(".weight"))
+        if single is None:
+            return
+        try:
+            reason = experts_refusal(self.model.get_submodule(single[0]))
+        except AttributeError:
+            return
+        if reason is not None:
+            raise UsageError(f"these experts cannot be replaced: {reason}", tensor=main)
 
     def _expert(self, module: Module, keys: tuple[str, ...], main: str) -> None:
         path = keys[0].rpartition(".")[0]

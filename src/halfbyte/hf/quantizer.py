@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,26 +18,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoint.reader import open_checkpoint
 from halfbyte.errors import UsageError
-from halfbyte.hf.filling import Filling
+from halfbyte.hf.filling import Filling, Options
 from halfbyte.hf.pending import Pending
 
 METHOD: Final = "halfbyte"
 """``quant_method`` of packed checkpoints, and of those that ``halfbyte.hf.from_pretrained`` loads."""
 METHODS: Final = ("modelopt", METHOD)
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a checkpoint is loaded; see ``halfbyte.hf.from_pretrained``.
-
-    Attributes:
-        device: where all of the model goes; None where transformers says what goes where.
-    """
-
-    fuse: bool = True
-    precision: str | None = None
-    layout: str | None = None
-    device: Any = None
 
 
 class HalfbyteConfig(QuantizationConfigMixin):

@@ -12,6 +12,7 @@ from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.chain import ChainArgs
 from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
+from halfbyte.kernels.cpu import step as cpu_step
 from halfbyte.kernels.cuda import choices, columns, decode, decode_gluon, fp8_gluon, gemm, gemm_gluon, scaled_mm
 from halfbyte.kernels.cuda import embedding as cuda_embedding
 from halfbyte.kernels.cuda import step as cuda_step
@@ -41,6 +42,9 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     cuda_step.ADD_NORM,
     cuda_step.ATTEND,
     cuda_step.GATE,
+    cpu_step.ADD_NORM,
+    cpu_step.ATTEND,
+    cpu_step.GATE,
     step.ADD_NORM,
     step.ATTEND,
     step.GATE,

@@ -46,16 +46,23 @@ class Holder(Quantized):
         self._names = tuple(packed.buffers())
         for name, buffer in packed.buffers().items():
             self.register_buffer(name, to_torch(buffer).contiguous())
-        self._packed: Packed | None = None
+        self._packed: tuple[Packed, tuple[tuple[str, Tensor], ...]] | None = None
 
     @property
     def packed(self) -> Packed:
         """The weight as it is held; its buffers are the module's."""
+        if self._packed is not None:
+            made, of = self._packed
+            own = self._buffers
+            for name, buffer in of:
+                if own[name] is not buffer:
+                    break
+            else:
+                return made
         held = self.held()
-        known = self._packed.buffers() if self._packed is not None else {}
-        if self._packed is None or any(known.get(name) is not buffer for name, buffer in held.items()):
-            self._packed = Packed(self.layout, self.shape, held)
-        return self._packed
+        made = Packed(self.layout, self.shape, held)
+        self._packed = made, tuple(held.items())
+        return made
 
     def held(self) -> dict[str, Any]:
         """The buffers of ``packed`` by name."""

@@ -41,7 +41,7 @@ class Linear(Holder):
         super().__init__(one_matrix(weight, f"a {type(self).__name__}"))
         self.out_features, self.in_features = self.shape
         self.out_dtype = None if out_dtype is None else as_dtype(out_dtype, "out_dtype")
-        precision_of(self._packed, precision)
+        precision_of(self.packed, precision)
         self.precision = precision
         self.register_parameter("bias", as_bias(bias, (self.out_features,)))
 

@@ -101,7 +101,7 @@ def _of_stream(kind: str, device: Any, nbytes: int, *, zeros: bool) -> Any:
     held: dict[Any, Any] = _shared
     key: tuple[Any, ...] = kind, device.index, stream
     captured = torch._C._cuda_isCurrentStreamCapturing()
-    if getattr(_thread, "keeps_nothing", False) or captured and not zeros:
+    if getattr(_thread, "keeps_nothing", False) or (captured and not zeros):
         return make(nbytes, dtype=torch.uint8, device=device)
     if captured:
         held, key = _captured, (*key, capture_of(stream))
