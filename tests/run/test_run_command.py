@@ -249,9 +249,12 @@ class TestRun:
     def test_a_reader_that_has_gone(self, tiny):
         text = " ".join(command_line("run", tiny, "w3", "-n", 40, "--device", "cpu"))
         done = subprocess.run(
-            ["bash", "-o", "pipefail", "-c", f"{text} | head -c 1"], capture_output=True, env=environment(), timeout=120,
+            ["bash", "-o", "pipefail", "-c", f"{text} | head -c 1"],
+            capture_output=True,
+            env=environment(),
+            timeout=120,
             check=False,
-        )  # fmt: skip
+        )
         assert (done.returncode, done.stdout, said(done.stderr)) == (0, b"w", b"")
 
     def test_stdout_that_is_closed(self, tiny):
