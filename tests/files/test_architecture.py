@@ -103,7 +103,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "expert_ops": (*RUN, "operands", "ops", "torch_ops"),
     "nn": (*RUN, "operands", "ops", "torch_ops", "embedding_op", "torch_embedding", "expert_ops"),
     "decoder": (*RUN, "ops", "nn", "step_ops"),
-    "hf": (*RUN, *STACKS, "recipes", "dialects", "checkpoint", "operands", "ops", "torch_ops", "nn"),
+    "hf": (*RUN, *STACKS, "recipes", "dialects", "checkpoint", "writing", "operands", "ops", "torch_ops", "nn"),
     "products": (*BASE, "modules", "experts"),
     "session": (*RUN, *STACKS, "dialects", "checkpoint", "plans", "timing", "decoder", "hf"),
     "model_bench": ("errors", "findings", "decoder", "session", "timing"),
@@ -143,6 +143,7 @@ CHAINS = {
         "fp8": {"base"},
         "embedding": {"base"},
         "step": {"base"},
+        "gated": {"base", "step"},
         "pick": {"base", "step"},
         "dense": {"base", "step"},
         "chain": {"base", "step"},
@@ -170,7 +171,7 @@ CHAINS = {
     },
     "hf": {
         "filling": {"fusing", "names", "pending", "plan", "reading", "report", "saving"},
-        "loading": {"quantizer"},
+        "loading": {"filling", "quantizer"},
         "plan": {"fusing", "names", "report"},
         "quantizer": {"filling", "pending"},
         "choosing": {"fusing"},
@@ -186,7 +187,7 @@ What ends in _code is loaded only to run."""
 CUDA = {"choices", "launch", "shared", "fragments", "fp8_quantize"}
 """In kernels.cuda: what every kernel may import, beside its own device code, the file of its name and _code."""
 
-TILED = {"gemm_gluon": {"decode_gluon"}, "fp8_gluon": {"gemm_gluon"}}
+TILED = {"gemm_gluon": {"decode_gluon"}, "fp8_gluon": {"gemm_gluon"}, "attend_gluon": {"step"}}
 """In kernels.cuda: whose parts a kernel has."""
 
 EXECUTORS = {

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, chain, dense, embedding, fp8, int8, pick, reference, step
+from halfbyte.kernels import attention, chain, dense, embedding, fp8, gated, int8, pick, reference, step
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.chain import ChainArgs
@@ -14,7 +14,17 @@ from halfbyte.kernels.cpu import dense as cpu_dense
 from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
 from halfbyte.kernels.cpu import step as cpu_step
-from halfbyte.kernels.cuda import choices, columns, decode, decode_gluon, fp8_gluon, gemm, gemm_gluon, scaled_mm
+from halfbyte.kernels.cuda import (
+    attend_gluon,
+    choices,
+    columns,
+    decode,
+    decode_gluon,
+    fp8_gluon,
+    gemm,
+    gemm_gluon,
+    scaled_mm,
+)
 from halfbyte.kernels.cuda import embedding as cuda_embedding
 from halfbyte.kernels.cuda import pick as cuda_pick
 from halfbyte.kernels.cuda import step as cuda_step
@@ -24,6 +34,7 @@ from halfbyte.kernels.embedding import EmbeddingArgs, EmbeddingCall
 from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
 from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
+from halfbyte.kernels.gated import GatedArgs
 from halfbyte.kernels.int8 import Int8Args, Int8Call
 from halfbyte.kernels.pick import PickArgs
 from halfbyte.kernels.step import AddNormArgs, AttendArgs, GateArgs
@@ -43,7 +54,10 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     cuda_embedding.TRITON,
     embedding.TORCH,
     embedding.NUMPY,
+    decode_gluon.GATED,
+    gated.COMPOSED,
     cuda_step.ADD_NORM,
+    attend_gluon.GLUON,
     cuda_step.ATTEND,
     cuda_step.GATE,
     cpu_dense.DENSE,
@@ -93,6 +107,7 @@ __all__ = [
     "Fp8Args",
     "Fp8Call",
     "GateArgs",
+    "GatedArgs",
     "Int8Args",
     "Int8Call",
     "Kernel",

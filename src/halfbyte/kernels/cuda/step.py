@@ -129,17 +129,17 @@ def attend_parts(call: AttendCall, made: Attend, capability: int, settled: bool 
     return signature, constants, made.warps
 
 
-def add_up_parts(call: AttendCall, made: Attend, capability: int) -> tuple[Any, Any, int]:
+def add_up_parts(call: AttendCall, shares: int, capability: int) -> tuple[Any, Any, int]:
     """As ``add_norm_parts``."""
     signature = {"sums": "*fp32:16", "tops": "*fp32:16", "out": _type(call.dtype, capability)}
     constants = {
         "D": call.dim,
         "DP": _padded(call.dim),
-        "S": made.splits,
-        "SP": 1 << (made.splits - 1).bit_length(),
+        "S": shares,
+        "SP": 1 << (shares - 1).bit_length(),
         **_flags(call.dtype, capability),
     }
-    return signature, constants, ADD_WARPS
+    return signature, constants, ADD_WARPS if shares <= MOST_SPLITS else 2 * ADD_WARPS
 
 
 def _padded(n: int) -> int:
@@ -175,7 +175,7 @@ def bind_add_norm(args: AddNormArgs, early: bool = True) -> Callable[..., None]:
 
     call = args.call()
     made = add_norm_parts(call.dtype, call.width, call.residual, call.capability)
-    run = _made(add_norm, *made, device=args.x.device, early=early)
+    run = compiled(add_norm, *made, device=args.x.device, early=early)
     grid, width, plain = (call.rows, 1, 1), call.width, bool(run.plainly)
 
     def bound(x: Any, residual: Any, weight: Any, eps: float, normed: Any, total: Any) -> None:
@@ -190,7 +190,7 @@ def bind_gate(args: GateArgs, early: bool = True) -> Callable[..., None]:
 
     call = args.call()
     made = gate_parts(call.dtype, call.width, call.activation, call.capability)
-    run = _made(gate, *made, device=args.out.device, early=early)
+    run = compiled(gate, *made, device=args.out.device, early=early)
     grid, width, plain = (-(-call.width // GATE_BLOCK), call.rows, 1), call.width, bool(run.plainly)
 
     def bound(gate_up: Any, out: Any) -> None:
@@ -201,19 +201,28 @@ def bind_gate(args: GateArgs, early: bool = True) -> Callable[..., None]:
 
 def bind_attend(args: AttendArgs, made: Attend | None = None, early: bool = True) -> Callable[..., None]:
     """What writes the cache and ``out``."""
-    from halfbyte.kernels.cuda.step_code import add_up, attend
+    from halfbyte.kernels.cuda.step_code import attend
 
     call = args.call()
     made = configure(call) if made is None else made
-    device, room = args.out.device, call.room
-    of = {"device": device, "early": early}
     parts = attend_parts(call, made, call.capability, args.settled)
-    run = _made(attend, *parts, **of, registers=made.registers)
-    then = None if made.splits == 1 else _made(add_up, *add_up_parts(call, made, call.capability), **of)
-    plain = bool(run.plainly)
-    found = made.splits * call.rows * call.heads
-    grid = made.splits, call.kv_heads * _parts(call), call.rows
-    rows = call.rows * call.heads, 1, 1
+    run = compiled(attend, *parts, device=args.out.device, early=early, registers=made.registers)
+    return in_shares(
+        call, run, (made.splits, call.kv_heads * _parts(call), call.rows), made.splits, args.out.device, early
+    )
+
+
+def in_shares(
+    call: AttendCall, run: Program, grid: tuple[int, int, int], shares: int, device: Any, early: bool = True
+) -> Callable[..., None]:
+    """What runs a kernel, and adds up what it found for each head of a sequence in so many shares."""
+    from halfbyte.kernels.cuda.step_code import add_up
+
+    then = None
+    if shares > 1:
+        then = compiled(add_up, *add_up_parts(call, shares, call.capability), device=device, early=early)
+    plain, room = bool(run.plainly), call.room
+    found, rows = shares * call.rows * call.heads, (call.rows * call.heads, 1, 1)
     first, nbytes = found * call.dim, 4 * found * (call.dim + 2)
 
     def bound(
@@ -242,9 +251,10 @@ def _memory(device: Any, nbytes: int) -> Any:
     return workspace(device, nbytes).view(torch.float32)
 
 
-def _made(
+def compiled(
     kernel: Any, signature: Any, constants: Any, warps: int, *, device: Any, early: bool, registers: int | None = None
 ) -> Program:
+    """A kernel as a program; it starts early where it can and may."""
     constants = constants | {"EARLY": constants["EARLY"] and early}
     pdl = constants["EARLY"]
     return program(kernel, signature, constants, device=device, warps=warps, pdl=pdl, maxnreg=registers)
@@ -292,7 +302,7 @@ def _load_attend(call: AttendCall) -> None:
     made = configure(call)
     _compile("attend", call, *attend_parts(call, made, call.capability))
     if made.splits > 1:
-        _compile("add_up", call, *add_up_parts(call, made, call.capability))
+        _compile("add_up", call, *add_up_parts(call, made.splits, call.capability))
 
 
 def _compile(name: str, call: StepCall, signature: Any, constants: Any, warps: int) -> None:
@@ -300,7 +310,7 @@ def _compile(name: str, call: StepCall, signature: Any, constants: Any, warps: i
 
     from halfbyte.kernels.cuda import step_code
 
-    _made(getattr(step_code, name), signature, constants, warps, device=torch.device(call.device), early=True)
+    compiled(getattr(step_code, name), signature, constants, warps, device=torch.device(call.device), early=True)
 
 
 def _kernel(bundle: Any, description: str, refuse: Any, load: Any, bind: Callable[..., Any], cost: Any) -> Any:
