@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError
-from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, GateArgs, GatedArgs, select
+from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, GateArgs, GatedArgs, PickArgs, select
 from halfbyte.kernels.base import ALIGNED
 from halfbyte.layouts import Packed
 from halfbyte.operands import contiguous
 from halfbyte.remembered import forced_name, keep, on_tensors
 
-__all__ = ["add_norm", "attend", "chain", "gate", "gated"]
+__all__ = ["add_norm", "attend", "chain", "gate", "gated", "pick"]
 
 _known: Final[dict[Any, Callable[..., None]]] = {}
 """What runs on calls of one key."""
@@ -234,6 +234,27 @@ def gated(x: Tensor, weight: Packed, activation: str, bias: Tensor | None = None
             keep(weight.memo, key, on_tensors(run, list(weight.buffers().values()), tuple(y.shape), y))
             run(x, bias, y)
     return y
+
+
+def pick(logits: Tensor, tokens: Tensor, counters: Tensor, log: Tensor) -> None:
+    """Write the token with the largest logit of each sequence, the first of equal ones.
+
+    Args:
+        logits: (B, V) float32, bfloat16 or float16.
+        tokens: (B,) int64; written.
+        counters: (2, B) int64, positions and how many rows of the log each sequence has; each is increased by 1.
+        log: (T, B) int64; each column is written at its row ``counters[1]``, which is within 0..T-1.
+
+    Raises:
+        UsageError: tensors that do not fit each other.
+        NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
+    """
+    logits = _whole(logits)
+    key = "pick", _kind(logits), _kind(tokens), _kind(counters), _kind(log), forced_name()
+    run = _known.get(key)
+    if run is None:
+        run = _known[key] = _bound(PickArgs(logits=logits, tokens=tokens, counters=counters, log=log))
+    run(logits, tokens, counters, log)
 
 
 def _kind(a: Tensor) -> tuple[Any, ...]:

@@ -103,7 +103,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "expert_ops": (*RUN, "operands", "ops", "torch_ops"),
     "nn": (*RUN, "operands", "ops", "torch_ops", "embedding_op", "torch_embedding", "expert_ops"),
     "decoder": (*RUN, "ops", "nn", "step_ops"),
-    "hf": (*RUN, *STACKS, "recipes", "dialects", "checkpoint", "operands", "ops", "torch_ops", "nn"),
+    "hf": (*RUN, *STACKS, "recipes", "dialects", "checkpoint", "writing", "operands", "ops", "torch_ops", "nn"),
     "products": (*BASE, "modules", "experts"),
     "session": (*RUN, *STACKS, "dialects", "checkpoint", "plans", "timing", "decoder", "hf"),
     "model_bench": ("errors", "findings", "decoder", "session", "timing"),
@@ -144,6 +144,7 @@ CHAINS = {
         "embedding": {"base"},
         "step": {"base"},
         "gated": {"base", "step"},
+        "pick": {"base", "step"},
         "chain": {"base", "step"},
     },
     "kernels.cpu": {
@@ -167,7 +168,7 @@ CHAINS = {
     },
     "hf": {
         "filling": {"fusing", "names", "pending", "plan", "reading", "report", "saving"},
-        "loading": {"quantizer"},
+        "loading": {"filling", "quantizer"},
         "plan": {"fusing", "names", "report"},
         "quantizer": {"filling", "pending"},
         "choosing": {"fusing"},

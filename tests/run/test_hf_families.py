@@ -71,6 +71,12 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any], set[tuple[str, ...]], int]] = {
         {("q_lin", "k_lin", "v_lin")},
         0,
     ),
+    "t5": (
+        tf.T5EncoderModel,
+        {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "feed_forward_proj": "gated-gelu"},
+        {("q", "k", "v"), ("wi_0", "wi_1")},
+        0,
+    ),
     "bart": (
         tf.BartForConditionalGeneration,
         {
@@ -138,6 +144,17 @@ def test_groups_and_experts(family):
     assert sum(isinstance(module, Experts) for module in model.modules()) == experts
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_of_it_has_the_dtype_that_was_asked_for(dtype, family):
+    """Also what transformers renames; its own list of what stays float32 apart."""
+    cls, _, _, path = family
+    model = from_pretrained(path, dtype=dtype)
+    kept = tuple(f"{name}." for name in model._get_dtype_plan(dtype))
+    assert {p.dtype for n, p in model.named_parameters() if not any(k in f"{n}." for k in kept)} == {dtype}
+    assert torch.isfinite(output(model)).all()
+    assert type(model) is cls
+
+
 def test_saved_again_it_is_the_same(family, tmp_path):
     _, _, _, path = family
     from_pretrained(path).save_pretrained(tmp_path / "again")
@@ -167,3 +184,18 @@ def test_an_embedding_with_a_forward_of_its_own_is_refused(tmp_path):
     text = r"model\.embed_tokens\.weight: .*: got Gemma3TextScaledWordEmbedding"
     with pytest.raises(UsageError, match=text):
         from_pretrained(tmp_path / "a")
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def test_blocks_that_initialize_their_layers_by_name(tmp_path):
+    """transformers has them do so before the layers are there."""
+    config = tf.SiglipVisionConfig(**VISION | {"image_size": 16, "patch_size": 8})
+    tf.SiglipVisionModel(config).save_pretrained(tmp_path / "dense")
+    halfbyte.quantize_checkpoint(tmp_path / "dense", tmp_path / "all")
+    with pytest.raises(UsageError, match=r"head\.attention\.out_proj\.weight: .*: got NonDynamicallyQuantizableLinear"):
+        from_pretrained(tmp_path / "all")
+    halfbyte.quantize_checkpoint(tmp_path / "dense", tmp_path / "a", ignore=["*head.attention.out_proj"])
+    from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "again")
+    assert halfbyte.diff(tmp_path / "a", tmp_path / "again").ok

@@ -287,6 +287,11 @@ class TestUnsound:
         with pytest.raises(FormatError, match="nobody/nothing: not in the local cache"):
             from_pretrained("nobody/nothing", local_files_only=True)
 
+    @pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, from_pretrained], ids=["auto", "hf"])
+    def test_a_dtype_without_kernels(self, load):
+        with pytest.raises(UsageError, match="the model's dtype is unknown: got float64"):
+            load(GOLDENS["modelopt_llama_nvfp4"], dtype=torch.float64)
+
     def test_a_file_without_a_config(self):
         with pytest.raises(UsageError, match="a model is loaded from a directory"):
             from_pretrained(GOLDENS["modelopt_llama_nvfp4"] / "model.safetensors")

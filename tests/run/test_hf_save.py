@@ -119,7 +119,7 @@ class TestQuantized:
         again = from_pretrained(tmp_path / "saved")
         assert type(again) is type(model)
         assert torch.equal(output(again), output(model))
-        if name != "bert_mlm":  # AutoModel takes its inner model
+        if name not in ("bert_mlm", "llava"):  # of others AutoModel takes the inner model
             assert torch.equal(output(auto.from_pretrained(tmp_path / "saved")), output(model))
 
     def test_a_tied_head(self, tmp_path):
@@ -217,6 +217,17 @@ class TestFiles:
         config = json_of(tmp_path / "new/deep/config.json")
         assert config["architectures"] == ["LlamaForCausalLM"]
         assert config["dtype"] == "bfloat16"
+
+    def test_the_config_has_one_section(self, tmp_path):
+        """Also where it stood in the config of a model inside."""
+        model = build("llava")
+        quantize_model(model)
+        model.config.text_config.quantization_config = {"quant_method": "modelopt", "quant_algo": "FP8"}
+        model.save_pretrained(tmp_path / "saved")
+        config = json_of(tmp_path / "saved/config.json")
+        assert config["quantization_config"]["quant_algo"] == "W4A16_NVFP4"
+        assert "quantization_config" not in config["text_config"]
+        assert "quantization_config" not in config["vision_config"]
 
     def test_another_directory_is_replaced_but_for_other_files(self, quantized, tmp_path):
         target = tmp_path / "saved"

@@ -26,9 +26,7 @@ class State:
 
     Attributes:
         tokens: (B,) int64, the tokens that are computed next.
-        counters: (B + 1,) int64; ``positions`` and ``count`` are views of it, so that one addition moves both.
-        positions: (B,), where their keys and values will be written.
-        count: (1,), how many rows of ``log`` are filled.
+        counters: (2, B) int64: where their keys and values will be written, and how many rows of ``log`` are filled.
         log: (T, B) int64, the tokens that were chosen.
         keys, values: (layers, B, Hkv, T, D).
         cos, sin: (T, D) float32.
@@ -37,8 +35,6 @@ class State:
 
     tokens: Tensor
     counters: Tensor
-    positions: Tensor
-    count: Tensor
     log: Tensor
     keys: Tensor
     values: Tensor
@@ -50,14 +46,11 @@ class State:
     def empty(decoder: Decoder, batch: int, length: int, *, chained: bool | None = None) -> State:
         """For B sequences of at most T tokens; by default steps are ``chained`` on a GPU."""
         device = decoder.device
-        counters = torch.zeros(batch + 1, dtype=torch.int64, device=device)
         shape = len(decoder.layers), batch, decoder.kv_heads, length, decoder.dim
         cos, sin = decoder.rotations(length)
         return State(
             tokens=torch.zeros(batch, dtype=torch.int64, device=device),
-            counters=counters,
-            positions=counters[:batch],
-            count=counters[batch:],
+            counters=torch.zeros(2, batch, dtype=torch.int64, device=device),
             log=torch.zeros(length, batch, dtype=torch.int64, device=device),
             keys=torch.zeros(shape, dtype=decoder.dtype, device=device),
             values=torch.zeros(shape, dtype=decoder.dtype, device=device),
@@ -67,6 +60,11 @@ class State:
         )
 
     @property
+    def positions(self) -> Tensor:
+        """(B,), a view of the counters."""
+        return self.counters[0]
+
+    @property
     def nbytes(self) -> int:
         """Of all tensors."""
         return sum(t.nbytes for t in (self.tokens, self.counters, self.log, self.keys, self.values, self.cos, self.sin))
@@ -74,7 +72,7 @@ class State:
 
 def logits_of(decoder: Decoder, state: State) -> Tensor:
     """Compute ``state.tokens`` at ``state.positions``: their keys and values are cached, their logits (B, V) given."""
-    layers = decoder.layers
+    layers, positions = decoder.layers, state.positions
     x, residual = decoder.embed(state.tokens), None
     qkv: Tensor | None = None
     for i, layer in enumerate(layers):
@@ -85,7 +83,7 @@ def logits_of(decoder: Decoder, state: State) -> Tensor:
             qkv,
             state.cos,
             state.sin,
-            state.positions,
+            positions,
             state.keys[i],
             state.values[i],
             scale=decoder.scale,

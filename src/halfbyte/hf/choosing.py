@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfbyte.errors import UsageError
 from halfbyte.hf.fusing import experts_refusal
+from halfbyte.nn import Quantized
 from halfbyte.patterns import Patterns, reason_to_skip
 
 STACKS: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -66,7 +67,7 @@ class Chosen:
         ties = {key.removesuffix(".weight") for key in getattr(model, "all_tied_weights_keys", {})}
         for name, module in model.named_modules():
             weight = module._parameters.get("weight")
-            if hasattr(module, "layout") and hasattr(module, "weights"):
+            if isinstance(module, Quantized):
                 self.skipped[name] = "quantized already"
             elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
                 self._experts(name, module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -72,7 +73,7 @@ class Filling:
             sizes[stack.path] = _size([part for parts in (*stack.gate_up, *stack.down) for part in parts])
         self.old = {path: self.model.get_submodule(path) for path in sizes}
         for path, size in sizes.items():
-            _put(self.model, path, Pending(size))
+            _put(self.model, path, Pending(self.old[path], size))
         for key in self.plan.untied:
             self.model.all_tied_weights_keys.pop(key, None)
         self.ignored = self.model._keys_to_ignore_on_load_unexpected
@@ -81,6 +82,7 @@ class Filling:
     def finish(self) -> None:
         """Put the layers where their placeholders lie, and say in ``model.halfbyte`` what became of what."""
         self.model._keys_to_ignore_on_load_unexpected = self.ignored
+        self._cast_renamed()
         if self.options.device is not None:
             self.model.to(self.options.device)
         self.model._weight_conversions = [t for t in self.names.transforms if t.was_used()]
@@ -100,6 +102,14 @@ class Filling:
         self.report.seconds = time.perf_counter() - self.started
         self.model.halfbyte = self.report
         attach(self.model)
+
+    def _cast_renamed(self) -> None:
+        """Cast what transformers 5.17 leaves in the dtype of the file: in quantized models, all that it renamed."""
+        kept = self.model._get_dtype_plan(self.dtype)  # patterns of what stays float32
+        for key in self.plan.renamed:
+            tensor = self.model.get_parameter_or_buffer(key)
+            own = (dtype for pattern, dtype in kept.items() if re.search(pattern.replace("*", ".*"), key))
+            tensor.data = tensor.data.to(next(own, self.names.tensors[key].dtype))
 
     def _layers(self, group: list[Layer]) -> None:
         """One layer, or those that become one product."""

@@ -65,7 +65,7 @@ class Plan:
         groups: of layers that run as one product; most are of one layer.
         stacks: of experts.
         kept: tensors that are carried, and not computed with.
-        dense: the tensors that transformers loads.
+        renamed: state dict keys of dense tensors that have another name on disk.
         notes: what was not done as asked, and why.
         untied: state dict keys that the model ties, whose modules have quantized weights now.
     """
@@ -73,7 +73,7 @@ class Plan:
     groups: list[list[Layer]] = field(default_factory=list)
     stacks: list[Stack] = field(default_factory=list)
     kept: list[Stored] = field(default_factory=list)
-    dense: list[Stored] = field(default_factory=list)
+    renamed: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     untied: set[str] = field(default_factory=set)
 
@@ -152,7 +152,7 @@ class _Planner:
         path = place.keys[0].removesuffix(".weight")
         old = self.model.get_submodule(path)
         embedding = type(old) is torch.nn.Embedding
-        if not embedding and not (isinstance(old, torch.nn.Linear) and type(old).forward is torch.nn.Linear.forward):
+        if not embedding and type(old) is not torch.nn.Linear:
             raise UsageError(
                 "a quantized weight needs a plain linear layer or embedding",
                 tensor=main,
@@ -233,9 +233,11 @@ class _Planner:
             if not place.converted:
                 self._fits(tensor.name, tensor.shape, self.names.tensors[key].shape)
             self.filled.add(key)
+            if key != tensor.name:
+                self.made.renamed.add(key)
         if place.keys:
-            self.made.dense.append(tensor)
-        elif tensor.name.rpartition(".")[2] in KV_SCALES:
+            return
+        if tensor.name.rpartition(".")[2] in KV_SCALES:
             self.made.kept.append(tensor)
         else:
             self.left.append(tensor)

@@ -20,6 +20,7 @@ from halfbyte.checkpoint.reader import open_checkpoint
 from halfbyte.errors import UsageError
 from halfbyte.hf.filling import Filling, Options
 from halfbyte.hf.pending import Pending
+from halfbyte.operands import checked_dtype
 
 METHOD: Final = "halfbyte"
 """``quant_method`` of packed checkpoints, and of those that ``halfbyte.hf.from_pretrained`` loads."""
@@ -69,6 +70,11 @@ class HalfbyteQuantizer(HfQuantizer):
     def __init__(self, quantization_config: HalfbyteConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._filling: Filling | None = None
+
+    def update_dtype(self, dtype: Any) -> Any:
+        """The dtype itself; UsageError where no kernel takes activations of it."""
+        checked_dtype(dtype, "the model's dtype")
+        return dtype
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse what cannot be loaded.

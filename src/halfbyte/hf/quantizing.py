@@ -80,10 +80,7 @@ def quantize_model(
         run.replace_all(fuse)
     finally:
         if run.layers:
-            for module in model.modules():
-                if isinstance(module, PreTrainedModel):
-                    mark(module, _SECTION, "modelopt")
-            attach(model)
+            _mark(model)
     return QuantizeModelReport(
         layers=tuple(run.layers),
         skipped=tuple(chosen.skipped.items()),
@@ -258,18 +255,34 @@ class _Run:
         setattr(owner, child, new)
 
 
+def _mark(model: torch.nn.Module) -> None:
+    """Let transformers know of the models that are not inside others; each of those inside can be saved, too."""
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and not name.startswith(inside or ("\0",)):
+            mark(module, _SECTION, "modelopt")
+            inside = (*inside, f"{name}." if name else "")
+    attach(model)
+
+
 def _squares(dense: Tensor, weight: Weight) -> tuple[float, float]:
-    """``sum((q - w)^2)`` and ``sum(w^2)``."""
-    (n, k), sums = dense.shape, torch.zeros(2, dtype=torch.float64, device=dense.device)
+    """``sum((q - w)^2)`` and ``sum(w^2)``.
+
+    On the CPU by NumPy: torch's threads and those that dequantize would wait for each other.
+    """
+    on_cpu, (n, k) = dense.device.type == "cpu", dense.shape
+    rows: Any = to_numpy(dense) if on_cpu else dense
+    of, sums = weight.numpy() if on_cpu else weight, [0.0, 0.0]
     step = max(1, _CHUNK // max(k, 1))
     for a in range(0, n, step):
         b = min(a + step, n)
-        w = dense[a:b].to(torch.float32)
-        q: Any = weight.rows(a, b).dequantize("float32")
-        for i, rows in enumerate((q.sub_(w), w)):
-            sums[i] += torch.linalg.vector_norm(rows, dim=1).double().square().sum()
-    wrong, total = sums.tolist()
-    return wrong, total
+        w = rows[a:b].astype(np.float32) if on_cpu else rows[a:b].to(torch.float32)
+        q: Any = of.rows(a, b).dequantize("float32")
+        q -= w
+        for i, x in enumerate((q, w)):
+            by_row = np.einsum("ij,ij->i", x, x) if on_cpu else (x * x).sum(1)
+            sums[i] += float(by_row.sum(dtype=np.float64 if on_cpu else torch.float64))
+    return sums[0], sums[1]
 
 
 def _give_back() -> None:

@@ -6,6 +6,7 @@ Weights come out of their modules one at a time. The directory gets its name whe
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import tempfile
@@ -26,8 +27,9 @@ from halfbyte.dialects import dialect_named
 from halfbyte.errors import TargetError, UsageError
 from halfbyte.experts import numbered, spelled
 from halfbyte.modules import QUANTIZED, Headers, Module, refuse_broken
-from halfbyte.nn import Experts, weights_of
+from halfbyte.nn import Experts, Quantized, weights_of
 from halfbyte.stored import Stored, header_dtype
+from halfbyte.writing import without_quantization
 
 _REPLACED = ("config.json", "hf_quant_config.json", INDEX)
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -178,7 +180,7 @@ def _holders(model: Any) -> dict[str, Any]:
     """The modules that hold quantized weights by name, without what they are made of."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
-        if hasattr(module, "layout") and hasattr(module, "weights") and _owner(name, found) is None:
+        if isinstance(module, Quantized) and _owner(name, found) is None:
             found[name] = module
     return found
 
@@ -242,12 +244,14 @@ def _bytes(array: Any) -> Any:
 def _write_configs(model: Any, folder: Path, section: dict[str, Any]) -> None:
     """What transformers writes beside weights, and the model's own code where it has some."""
     config = copy.deepcopy(model.config)
-    config.quantization_config = section
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     if model.is_remote_code():
         custom_object_save(model, str(folder), config=config)
     config.save_pretrained(str(folder))
+    file = folder / "config.json"
+    written = without_quantization(json.loads(file.read_bytes())) | {"quantization_config": section}
+    file.write_text(json.dumps(written, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
     if model.can_generate():
         model.generation_config.save_pretrained(str(folder))
 

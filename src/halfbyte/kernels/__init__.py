@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, chain, embedding, fp8, gated, int8, reference, step
+from halfbyte.kernels import attention, chain, embedding, fp8, gated, int8, pick, reference, step
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.chain import ChainArgs
@@ -25,6 +25,7 @@ from halfbyte.kernels.cuda import (
     scaled_mm,
 )
 from halfbyte.kernels.cuda import embedding as cuda_embedding
+from halfbyte.kernels.cuda import pick as cuda_pick
 from halfbyte.kernels.cuda import step as cuda_step
 from halfbyte.kernels.descriptors import TensorDesc
 from halfbyte.kernels.embedding import EmbeddingArgs, EmbeddingCall
@@ -33,6 +34,7 @@ from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
 from halfbyte.kernels.gated import GatedArgs
 from halfbyte.kernels.int8 import Int8Args, Int8Call
+from halfbyte.kernels.pick import PickArgs
 from halfbyte.kernels.step import AddNormArgs, AttendArgs, GateArgs
 
 KERNELS: tuple[Kernel[Any, Any], ...] = (
@@ -56,6 +58,8 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     attend_gluon.GLUON,
     cuda_step.ATTEND,
     cuda_step.GATE,
+    cuda_pick.TRITON,
+    pick.TORCH,
     cpu_step.ADD_NORM,
     cpu_step.ATTEND,
     cpu_step.GATE,
@@ -105,6 +109,7 @@ __all__ = [
     "LinearArgs",
     "LlmFmha",
     "LlmFmhaPaged",
+    "PickArgs",
     "TensorDesc",
     "VitFmha",
     "forced",

@@ -68,10 +68,15 @@ class Holder(Quantized):
         """The buffers of ``packed`` by name."""
         return {name: self._buffers[name] for name in self._names}
 
+    def weight(self) -> Weight:
+        """The weight, unpacked. A method: models that cast to a weight's dtype see that it is no tensor."""
+        unpacked: Any = self.packed.unpack()
+        made: Weight = unpacked
+        return made
+
     def weights(self) -> Iterator[tuple[str, Weight | Fp8Weight]]:
         """As of every Quantized: the weight itself."""
-        weight: Any = self.packed.unpack()
-        yield "", weight
+        yield "", self.weight()
 
     def get_extra_state(self) -> Tensor:
         """The layout's key as bytes: equally long buffers of another layout must not be read as this one's."""
