@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError
-from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, DenseArgs, GateArgs, PickArgs, select
+from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, DenseArgs, GateArgs, GatedArgs, PickArgs, select
 from halfbyte.kernels.base import ALIGNED
 from halfbyte.layouts import Packed
 from halfbyte.operands import contiguous
-from halfbyte.remembered import forced_name
+from halfbyte.remembered import forced_name, keep, on_tensors
 
-__all__ = ["add_norm", "attend", "chain", "dense", "gate", "pick"]
+__all__ = ["add_norm", "attend", "chain", "dense", "gate", "gated", "pick"]
 
 _known: Final[dict[Any, Callable[..., None]]] = {}
 """What runs on calls of one key."""
@@ -225,6 +225,40 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
         run = _known[key] = _bound(GateArgs(gate_up=gate_up, activation=activation, out=out))
     run(gate_up, out)
     return out
+
+
+def gated(x: Tensor, weight: Packed, activation: str, bias: Tensor | None = None) -> Tensor:
+    """``gate`` of a product: for few tokens on Hopper in one launch.
+
+    Args:
+        x: (M, K) float32, bfloat16 or float16.
+        weight: (2 I, K), the rows of the gate before those of up.
+        activation: "silu", "gelu", "gelu_tanh" or "relu2".
+        bias: (2 I,) float32, bfloat16 or float16.
+
+    Returns:
+        (M, I) ``round(activation(gate) * up)``, where gate and up are rounded as ``linear`` rounds.
+
+    Raises:
+        UsageError: an unknown activation, or tensors that do not fit each other.
+        NoKernelError: nothing accepts this call.
+    """
+    kind = None if bias is None else _kind(bias)
+    key = "gated", x.shape, x.dtype, x.device, kind, activation, forced_name()
+    known = weight.memo.get(key)
+    y: Tensor | None = None if known is None else known(x, bias)
+    if y is None:
+        x = _whole(x)
+        y = torch.empty((len(x), weight.shape[-2] // 2), dtype=x.dtype, device=x.device)
+        args = GatedArgs(x=x, weight=weight, bias=bias, activation=activation, out=y)
+        kernel = select(GatedArgs, args.call())
+        if kernel.bind is None:
+            raise UsageError(f"kernel {kernel.name} cannot be bound")
+        if y.numel():
+            run = kernel.bind(args)
+            keep(weight.memo, key, on_tensors(run, list(weight.buffers().values()), tuple(y.shape), y))
+            run(x, bias, y)
+    return y
 
 
 def pick(logits: Tensor, tokens: Tensor, counters: Tensor, log: Tensor) -> None:

@@ -275,7 +275,11 @@ def configure_gated(call: GatedCall) -> Decode:
 
 def refuse_gated(call: GatedCall) -> tuple[str, ...]:
     """Why it declines a call with a gate."""
-    reasons = refuse(call)
+    from halfbyte.kernels import forced
+
+    reasons, wanted = refuse(call), forced(LinearArgs.op)
+    if wanted not in (None, NAME):
+        reasons = (*reasons, f"HALFBYTE_KERNEL asks for {wanted}")
     if call.shape[-2] % (2 * TILE):
         reasons = (*reasons, f"takes gates that are a multiple of {TILE}, not {call.shape[-2] / 2:g}")
     return reasons
