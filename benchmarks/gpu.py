@@ -40,8 +40,8 @@ from halfbyte.numerics import BLOCK
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = 5
-HOT_ROWS, REST = 256, 0.05
-"""From so many tokens on, each batch waits so many seconds before."""
+HOT_ROWS, REST = 128, 0.05
+"""From so many tokens on, where the matrix units are the limit, each batch waits so many seconds before."""
 PROBE_WORDS, PROBE_SIDE = 1 << 30, 8192
 HOST_SHAPE, PACK_SHAPE = (4096, 4096), (28672, 8192)
 

@@ -107,3 +107,14 @@ HOST_MICROSECONDS: Final[Bound] = (12, None)
 
 PACK_GIGABYTES: Final[Bound] = (300, None)
 """A second, read and written, by ``pack`` into fragments."""
+
+DECODE_SHARE: Final[Mapping[int, Bound]] = {1: (0.70, None), 16: (0.60, None)}
+"""By sequences, of a whole model's decoding: of the time that reading all it must read takes."""
+DECODE_OVER_DENSE: Final[Bound] = (2.5, None)
+"""How many times as fast as the same model in bfloat16 it is, one sequence."""
+FIRST_TOKEN: Final[Bound] = (1.1, None)
+"""The time to the first token over that of the model in bfloat16, at most."""
+FP8_FIRST_TOKEN: Final[Bound] = (1, None)
+"""How many times as fast as exact it is in FP8."""
+MODEL_MEMORY: Final[Bound] = (1.1, None)
+"""A device's memory while a model is loaded, and after, over the bytes of the checkpoint's tensors, at most."""

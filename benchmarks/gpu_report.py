@@ -144,7 +144,7 @@ def verdict(rows: Iterable[Row]) -> list[str]:
     return lines
 
 
-def machine(gpu: str, arguments: Iterable[str]) -> dict[str, Any]:
+def machine(gpu: str, arguments: Iterable[str], module: str = "gpu") -> dict[str, Any]:
     """Where and with what a run was made."""
     import torch
 
@@ -161,7 +161,7 @@ def machine(gpu: str, arguments: Iterable[str]) -> dict[str, Any]:
         "python": timing.machine()["python"],
         "commit": os.environ.get("COMMIT") or timing.commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": " ".join(["python -m benchmarks.gpu", *arguments]),
+        "command": " ".join([f"python -m benchmarks.{module}", *arguments]),
     }
 
 

@@ -282,6 +282,7 @@ def versions() -> dict[str, str | None]:
         "llvmlite",
         "torch",
         "triton",
+        "transformers",
         "nvidia-modelopt",
         "llama-cpp-python",
         "humming-kernels",

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from torch import Tensor, nn
-    from transformers import PreTrainedTokenizerBase
+    from torch import Tensor
+
+    from halfbyte.session import Answer, Session
 
 MODULES: Final = (
     "halfbyte",
@@ -137,14 +138,6 @@ class Precision:
     all_bits: float
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the model said, and how fast it went on after the first token."""
-
-    text: str
-    tokens_per_second: float
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
     options = _parse(arguments)
@@ -167,6 +160,7 @@ def run(folders: Folders, prompt: str, max_new_tokens: int) -> int:
 
     import halfbyte
     import smollm2
+    from halfbyte.session import Session
 
     steps = Steps()
     with steps("dense checkpoint from the GGUF") as progress:
@@ -187,12 +181,12 @@ def run(folders: Folders, prompt: str, max_new_tokens: int) -> int:
         compare(folders.nvfp4, folders.back, progress)
     with steps("error against the dense weights") as progress:
         precision = measure(folders.dense, folders.nvfp4, progress)
-    with steps("load the NVFP4 weights") as progress:
-        model, tokenizer = load(folders.nvfp4, progress)
+    with steps("load the NVFP4 weights"):
+        session = Session.load(folders.nvfp4, device="cpu", dtype="float32")
     print(f"\n> {prompt}", flush=True)
     with steps.silent("answer"):
-        answer = generate(model, tokenizer, prompt, max_new_tokens)
-    print(flush=True)
+        answer = ask(session, prompt, max_new_tokens)
+    print("\n", flush=True)
     Console(highlight=False).print(table(folders, steps, precision, answer))
     if prompt == PROMPT and ANSWER not in answer.text:
         raise DemoError(f"the answer does not name {ANSWER}: {answer.text!r}")
@@ -246,51 +240,18 @@ def measure(dense: Path, nvfp4: Path, progress: Progress) -> Precision:
     )
 
 
-def load(nvfp4: Path, progress: Progress) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """The model of ``config.json`` with halfbyte's linear layers in the place of its own, and the tokenizer."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    import halfbyte.nn
-
-    logging.disable_progress_bar()
-    progress(0, 3)
-    tokenizer = AutoTokenizer.from_pretrained(nvfp4)
-    progress(1, 3)
-    config = AutoConfig.from_pretrained(nvfp4)
-    config.__dict__.pop("quantization_config", None)  # halfbyte runs the layers, not a quantizer of transformers
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    progress(2, 3)
-    with halfbyte.open(nvfp4) as checkpoint:
-        halfbyte.nn.swap_linears(model, checkpoint)
-    return model.eval(), tokenizer
-
-
-def generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int) -> Answer:
+def ask(session: Session, prompt: str, max_new_tokens: int) -> Answer:
     """Answer ``prompt``, greedily, and show the words as they come."""
     import torch
-    from transformers import TextStreamer
 
-    class Stopwatch(TextStreamer):
-        """Notes when each token came; the first call holds the prompt."""
+    from halfbyte.jit import alone
 
-        def put(self, value: Tensor) -> None:
-            times.append(time.perf_counter())
-            super().put(value)
+    def say(text: str) -> None:
+        print(text, end="", flush=True)
 
-    times: list[float] = []
-    watch = Stopwatch(tokenizer, skip_prompt=True, skip_special_tokens=True)
     # One thread is within a third of two here, and does not stall where the other core is busy.
     torch.set_num_threads(1)
-    chat = [{"role": "user", "content": prompt}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    with torch.inference_mode():
-        tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=watch)
-    text = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
-    first, *later = times[1:]
-    return Answer(text, tokens_per_second=len(later) / (later[-1] - first) if later else 0.0)
+    return alone(lambda: session.answer(session.tokens(prompt), max_new_tokens=max_new_tokens, emit=say))
 
 
 def table(folders: Folders, steps: Steps, precision: Precision, answer: Answer) -> Table:
@@ -310,7 +271,8 @@ def table(folders: Folders, steps: Steps, precision: Precision, answer: Answer) 
     shown.add_row("bits per parameter, all", f"{precision.all_bits:.2f}")
     shown.add_row("relative error of the weights", f"{precision.error:.2%}")
     shown.add_row("there and back", "every tensor bit for bit the same")
-    shown.add_row("tokens per second, one thread", f"{answer.tokens_per_second:.1f}")
+    shown.add_row("tokens per second, one thread", f"{answer.generated.tokens_per_second:.1f}")
+    shown.add_row("read by each token, of what memory gives", "-" if answer.share is None else f"{answer.share:.0%}")
     shown.add_section()
     for name, seconds in steps.seconds.items():
         shown.add_row(name, f"{seconds:.1f} s")

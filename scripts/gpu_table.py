@@ -1,7 +1,7 @@
-"""Writes the figures of GPUs in README.md and docs/performance.md from benchmarks/results/*.jsonl.
+"""Writes the figures of GPUs and of whole models in README.md and docs/performance.md from benchmarks/results.
 
-``python -m benchmarks.gpu --out`` writes those. Usage: ``python scripts/gpu_table.py``, and with ``--check`` it writes
-nothing and exits with 1 where a table is old.
+``python -m benchmarks.gpu --out``, ``benchmarks.models --out`` and ``benchmarks.models_cpu --out`` write those.
+Usage: ``python scripts/gpu_table.py``, and with ``--check`` it writes nothing and exits with 1 where a table is old.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ README: Final = ROOT / "README.md"
 PAGE: Final = ROOT / "docs" / "performance.md"
 BEGIN: Final = "<!-- figures of GPUs: written by scripts/gpu_table.py -->\n"
 END: Final = "<!-- end of figures of GPUs -->\n"
+MODELS_BEGIN: Final = "<!-- figures of models: written by scripts/gpu_table.py -->\n"
+MODELS_END: Final = "<!-- end of figures of models -->\n"
 ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 MANY_ROWS: Final = (256, 512, 1024, 4096)
 """Numbers of tokens that get a column, if they were measured: of the first table, and of that with FP8."""
@@ -157,27 +159,115 @@ def _beside(rows: Iterable[dict[str, Any]], end: dict[str, Any]) -> str:
     return " ".join(parts)
 
 
+def models(name: str, document: dict[str, Any]) -> str:
+    """The figures of a whole model on a GPU, or of real models on a CPU, in Markdown."""
+    return _on_gpu(name, document) if "run" in document else _on_cpu(name, document)
+
+
+def _on_gpu(name: str, document: dict[str, Any]) -> str:
+    run, rows = document["run"], document["rows"]
+    versions = run["versions"]
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault((row["what"], row["who"]), row)
+    lines = []
+    for (what, who), row in found.items():
+        if not what.startswith(("decode batch ", "first token of ")) or who == DENSE:
+            continue
+        title = what.replace("decode batch", "decoding, batch") + MODEL_TITLES[who]
+        lines.append(f"| {title} | {_model(row)} | {_model(found[what, DENSE])} |")
+    said = [
+        f"A Llama-3-8B with random weights on an {run['gpu']} (driver {run['driver']}, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}; {run['date']}, commit {(run['commit'] or 'unknown')[:7]}), by",
+        f"`{run['command']}`: lm_head in bfloat16 unless said; beside it the same in bfloat16, both in",
+        f"`halfbyte.generate`. All rows are in `benchmarks/results/{name}`.",
+        "",
+        "| | NVFP4 | bfloat16 |",
+        "|---|---|---|",
+        *lines,
+        "",
+        " ".join([*_loading(found), f"{document['end']['verdict'][0]}."]),
+    ]
+    return "\n".join(said) + "\n"
+
+
+DENSE: Final = "bfloat16"
+MODEL_TITLES: Final = {"nvfp4": "", "nvfp4, head too": ", head in NVFP4", "nvfp4 fp8": ', `precision="fp8"`'}
+
+
+def _model(row: dict[str, Any]) -> str:
+    figures = {figure["name"]: figure["value"] for figure in row.get("figures", [])}
+    parts = [f"{row['seconds'] * 1e3:.2f} ms" if "tokens/s" in figures else f"{row['seconds'] * 1e3:.0f} ms"]
+    if "tokens/s" in figures:
+        parts.append(f"{figures['tokens/s']:.0f} tokens/s")
+    if "of the weight read" in figures:
+        parts.append(f"{figures['of the weight read']:.2f} of what its reads allow")
+    if "x bfloat16" in figures:
+        parts.append(f"{figures['x bfloat16']:.2f} x")
+    if "x the time of bfloat16" in figures:
+        parts.append(f"{figures['x the time of bfloat16']:.2f} of the time")
+    return ", ".join(parts)
+
+
+def _loading(found: dict[tuple[str, str], dict[str, Any]]) -> Iterator[str]:
+    row = found.get(("load", "nvfp4"))
+    if row is None or not row.get("figures"):
+        return
+    most, after = (figure["value"] for figure in row["figures"])
+    yield (
+        f"Loading {row['facts']['stored'] / 1e9:.2f} GB takes {row['seconds']:.1f} s and at most {most:.2f} times "
+        f"that of the device's memory, {after:.2f} times after."
+    )
+
+
+def _on_cpu(name: str, document: dict[str, Any]) -> str:
+    machine, parts, last = document["machine"], [], ""
+    for row in document["rows"]:
+        figures = {figure["name"]: figure["value"] for figure in row["figures"]}
+        if row["what"].startswith("SmolLM2"):
+            over = next((f", {value:.2f} x" for key, value in figures.items() if key.startswith("x ")), "")
+            parts.append(f"{row['who']} {figures['tokens/s']:.1f} tokens/s{over}")
+        else:
+            cosine = f"{figures['mean cosine']:.4f} (the least {figures['least cosine']:.3f})"
+            last = f"MiniLM's embeddings of {row['facts']['sentences']} sentences keep a mean cosine of {cosine}."
+    speeds = f"SmolLM2-135M decodes, {document['threads']} threads: {', '.join(parts)}. " if parts else ""
+    return (
+        f"On an {machine['model name']} ({machine['cores']} cores), by `{document['command']}`\n"
+        f"(`benchmarks/results/{name}`): {speeds}{last}\n"
+    )
+
+
 def written(
     page: str,
     results: Iterable[tuple[str, str]],
     part: Callable[[str, Sequence[dict[str, Any]]], str] = table,
 ) -> str:
     """A page with the figures of these results, (name, text) each, and without any others."""
-    head, rest = page.split(BEGIN)
-    _, tail = rest.split(END)
     tables = [part(name, [json.loads(line) for line in text.splitlines()]) for name, text in results]
-    return head + BEGIN + "\n".join(tables) + END + tail
+    return _between(page, BEGIN, END, tables)
 
 
-def results() -> list[tuple[str, str]]:
+def with_models(page: str, results: Iterable[tuple[str, str]]) -> str:
+    """Likewise those of models."""
+    return _between(page, MODELS_BEGIN, MODELS_END, [models(name, json.loads(text)) for name, text in results])
+
+
+def _between(page: str, begin: str, end: str, parts: Sequence[str]) -> str:
+    head, rest = page.split(begin)
+    _, tail = rest.split(end)
+    return head + begin + "\n".join(parts) + end + tail
+
+
+def results(ending: str = ".jsonl") -> list[tuple[str, str]]:
     """The files that there are."""
-    return [(file.name, file.read_text()) for file in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))]
+    return [(file.name, file.read_text()) for file in sorted((ROOT / "benchmarks" / "results").glob(f"*{ending}"))]
 
 
 def pages() -> dict[Path, str]:
     """Both as they must be."""
     parts = {README: table, PAGE: details}
-    return {page: written(page.read_text(), results(), part) for page, part in parts.items()}
+    made = {page: written(page.read_text(), results(), part) for page, part in parts.items()}
+    return made | {README: with_models(made[README], results("-models.json"))}
 
 
 def main() -> int:

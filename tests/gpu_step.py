@@ -65,11 +65,11 @@ def gates(device: str, dtypes: tuple[str, ...] = DTYPES) -> Iterator[str]:
 
 ATTENDED = [
     # Hq, Hkv, D, positions, T, window, norms, configurations
-    (8, 2, 64, (0, 17, 63), 64, None, False, (Attend(1), Attend(4), Attend(8, block=16))),
-    (4, 1, 128, (99, 31), 100, None, True, (Attend(1, stages=2), Attend(4, ahead=0))),
+    (8, 2, 64, (0, 17, 63), 64, None, False, (Attend(1, 1), Attend(4), Attend(8, 2, 2))),
+    (4, 1, 128, (99, 31), 100, None, True, (Attend(1), Attend(3, 2, 8))),
     (6, 2, 80, (40, 64), 70, 20, False, (Attend(2),)),
-    (16, 1, 96, (33,), 48, 1, True, (Attend(2, block=16), Attend(1))),
-    (5, 5, 256, (50, 1), 64, 33, False, (Attend(4, block=16), Attend(1, block=16))),
+    (10, 1, 96, (33,), 48, 1, True, (Attend(2, 2), Attend(1))),
+    (5, 5, 256, (50, 1), 64, 33, False, (Attend(4, 1), Attend(1))),
     (4, 2, 64, (-1, 64, 5), 64, None, False, (Attend(2), Attend(1))),
 ]
 
@@ -84,7 +84,7 @@ def attended(case: Any, dtype: str, device: str) -> AttendArgs:
         qkv=random(b, (heads + 2 * kv) * dim, **of), cos=angles.cos().repeat(1, 2).to(device),
         sin=angles.sin().repeat(1, 2).to(device), positions=torch.tensor(positions, device=device),
         keys=random(b, kv, room, dim, seed=2, **of), values=random(b, kv, room, dim, seed=3, **of), q_norm=norm[0],
-        k_norm=norm[1], eps=1e-6, scale=dim**-0.5, window=window, out=random(b, heads * dim, **of),
+        k_norm=norm[1], eps=1e-6, scale=dim**-0.5, window=window, settled=False, out=random(b, heads * dim, **of),
     )  # fmt: skip
 
 
@@ -134,7 +134,8 @@ def jobs(capability: int, dtypes: tuple[str, ...] = DTYPES) -> Iterator[tuple[st
         made += [("gate", *step.gate_parts(dtype, i, a, capability)) for _, i in WIDTHS for a in ACTIVATIONS]
         for case in ATTENDED:
             call = attended(case, dtype, "cpu").call()
-            made += [("attend", *step.attend_parts(call, one, capability), one.warps) for one in case[7]]
+            made += [("attend", *step.attend_parts(call, one, capability)) for one in case[7]]
+            made += [("add_up", *step.add_up_parts(call, one, capability)) for one in case[7] if one.splits > 1]
     for name, signature, constants, warps in made:
         yield "halfbyte.kernels.cuda.step_code", name, (signature, constants, options_of(warps=warps))
 

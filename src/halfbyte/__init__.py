@@ -14,6 +14,7 @@ _HOMES = {
     "Checkpoint": "checkpoint.reader",
     "DenseWeight": "kinds",
     "Finding": "findings",
+    "Form": "forms",
     "Fp8Weight": "kinds",
     "FragmentLoader": "fragments",
     "HalfbyteError": "errors",
@@ -30,6 +31,7 @@ _HOMES = {
     "diff": "tools.diff",
     "embedding": "embedding_op",
     "explain": "explanations",
+    "generate": "decoder.loop",
     "grouped_linear": "ops",
     "inspect": "tools.inspect",
     "linear": "ops",
@@ -53,6 +55,7 @@ __all__ = [
     "Checkpoint",
     "DenseWeight",
     "Finding",
+    "Form",
     "Fp8Weight",
     "FragmentLoader",
     "HalfbyteError",
@@ -71,6 +74,7 @@ __all__ = [
     "embedding",
     "errors",
     "explain",
+    "generate",
     "grouped_linear",
     "inspect",
     "kernels",
@@ -94,10 +98,12 @@ if TYPE_CHECKING:
     from halfbyte import nn as nn  # not in __all__: a star import must not need torch
     from halfbyte.checkpoint.reader import Checkpoint
     from halfbyte.checkpoint.reader import open_checkpoint as open  # noqa: A004 - torch and safetensors say open too
+    from halfbyte.decoder.loop import generate
     from halfbyte.embedding_op import embedding
     from halfbyte.errors import HalfbyteError
     from halfbyte.explanations import explain
     from halfbyte.findings import CODES, Finding, Report
+    from halfbyte.forms import Form
     from halfbyte.fragments import FragmentLoader
     from halfbyte.kinds import DenseWeight, Fp8Weight, Int8Weight, Mxfp4Weight
     from halfbyte.layouts import Packed

@@ -109,15 +109,15 @@ def linear(
             if y is not None:
                 return y
     how = precision_of(w, precision)
+    if tracing:
+        from halfbyte.torch_ops import traced, traced_twin
+
+        if isinstance(w, Fp8Weight):
+            return traced_twin(x, w, bias, out_dtype)
+        packed = as_packed(cast("Any", w))
+        return traced(x, packed.key, packed.shape, packed.buffers(), bias, out_dtype, how)
     if how == "int8":
         return linear_int8(x, cast("Any", w), bias, out_dtype)
-    if tracing:
-        from halfbyte.torch_ops import traced, traced_fp8
-
-        if how == "fp8":
-            return traced_fp8(x, w if isinstance(w, Fp8Weight) else as_packed(cast("Any", w)), bias, out_dtype)
-        packed = as_packed(cast("Any", w))
-        return traced(x, packed.key, packed.shape, packed.buffers(), bias, out_dtype)
     if how == "fp8":
         rounded = linear_fp8(x, cast("Any", w), bias, out_dtype, precision)
         if rounded is not None:

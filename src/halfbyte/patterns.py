@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import translate
 from typing import TypeAlias
 
 from halfbyte.errors import UsageError
+from halfbyte.numerics import BLOCK
 
 FUSED: dict[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -58,6 +59,34 @@ def is_head(name: str) -> bool:
 def is_router(name: str) -> bool:
     """Whether ``name`` is the gate of a mixture of experts, by its usual names."""
     return _ROUTERS.search(name) is not None
+
+
+def reason_to_skip(name: str, shape: Sequence[int], targets: Patterns, ignore: Patterns) -> str | None:
+    """Why a weight is not quantized, in words; None if it is.
+
+    Without targets all are with two axes and K % 16 == 0, but embeddings, output heads and routers.
+
+    Args:
+        name: of its module.
+        shape: (N, K) if it has two axes.
+        targets: patterns of the modules to quantize instead of that default.
+        ignore: patterns of modules to leave as they are.
+    """
+    cls = module_class(name, len(shape))
+    if cls is None:
+        return "not a matrix"
+    pattern, target = ignore.first(name, cls), targets.first(name, cls)
+    if pattern:
+        return f"ignored by {pattern}"
+    if shape[1] % BLOCK:
+        return f"K = {shape[1]} is not a multiple of {BLOCK}"
+    if targets:
+        return None if target else "not a target"
+    if cls == "Embedding":
+        return "embedding"
+    if is_head(name):
+        return "output head"
+    return "router" if is_router(name) else None
 
 
 def spellings(name: str, fused: bool = True) -> list[str]:

@@ -11,11 +11,13 @@ from typing import Any, get_args
 import numpy as np
 
 from halfbyte.errors import NoKernelError, UsageError
+from halfbyte.forms import Form
 from halfbyte.fp8_ops import FEWEST, error_of, exact, kernel_for, slower
 from halfbyte.int8_ops import twin_of
 from halfbyte.kernels import (
     KERNELS,
     Call,
+    Cost,
     EmbeddingArgs,
     EmbeddingCall,
     Fp8Call,
@@ -29,7 +31,7 @@ from halfbyte.kernels import (
 from halfbyte.kernels.base import Library, capability, library_of
 from halfbyte.kernels.cuda import launch, scaled_mm
 from halfbyte.kernels.cuda.ceilings import CEILINGS, Ceiling
-from halfbyte.kernels.cuda.choices import Choice, choice, ends, pick
+from halfbyte.kernels.cuda.choices import Choice, choice, ends, entries, pick
 from halfbyte.kinds import Fp8Weight, Int8Weight
 from halfbyte.layouts import Packed
 from halfbyte.numerics import is_torch
@@ -61,6 +63,8 @@ class Plan:
             not depend on M, bit for bit, but with reference-torch, whose order of sums is torch's.
         time: on a GPU what the call takes at the least, and what is expected.
         scratch_bytes: of memory beside the arrays, shared by all kernels of a stream.
+        least: seconds that ``time`` says at the least; None where it is not known.
+        expected: seconds that ``time`` says are expected; None where that was not measured.
     """
 
     call: Call | Int8Call
@@ -75,6 +79,8 @@ class Plan:
     ranges: tuple[tuple[int, int | None, str], ...] = ()
     time: str = ""
     scratch_bytes: int = 0
+    least: float | None = None
+    expected: float | None = None
 
     def __str__(self) -> str:
         call = self.call
@@ -109,7 +115,7 @@ class Plan:
 
 def plan(
     op: str,
-    weight: Packed | Weight | Int8Weight | Fp8Weight,
+    weight: Packed | Weight | Int8Weight | Fp8Weight | Form,
     *,
     rows: int,
     dtype: Any = "bfloat16",
@@ -122,11 +128,13 @@ def plan(
 
     Args:
         op: "linear" or "embedding".
-        weight: what is applied; a Weight is packed as rows. It need not be on ``device`` yet.
+        weight: what is applied; a Weight is packed as rows. It need not be on ``device`` yet, and a Form need not be
+            anywhere.
         rows: M, the rows of activations, or how many rows are looked up.
         dtype: of the activations: "float32", "bfloat16", "float16" or a torch dtype; without ``out_dtype`` also of the
             result, which is all that it means for an embedding.
-        device: such as "cpu" or "cuda:0"; "cuda:sm_90" is a GPU of that compute capability, which need not be there.
+        device: such as "cpu" or "cuda:0"; "cuda:sm_90" is a GPU of that compute capability in another machine, where
+            torch and Triton are at hand: neither needs to be here.
         out_dtype: of the result; by default ``dtype``.
         library: "torch" or "numpy"; by default that of the weight's arrays, and torch beside the CPU.
         precision: as for ``linear``; "int8" makes the twin if there is none yet, to tell its error, and "fp8" measures
@@ -152,27 +160,33 @@ def plan(
     if op == EmbeddingArgs.op:
         if isinstance(weight, Int8Weight | Fp8Weight) or precision is not None:
             raise UsageError("an embedding is exact", got="a twin or a precision", expected="an NVFP4 weight")
-        return _plan_embedding(weight, rows, dtype if out_dtype is None else out_dtype, kind, sm, gpu, library)
-    how = precision_of(weight, precision)
-    held: Any = weight if isinstance(weight, Int8Weight | Fp8Weight) else as_packed(weight)
+        return _plan_embedding(weight, rows, dtype if out_dtype is None else out_dtype, device, library)
     of: dict[str, Any] = {
         "rows": rows,
         "dtype": checked_dtype(dtype, "dtype"),
         "out_dtype": checked_dtype(dtype if out_dtype is None else out_dtype, "out_dtype"),
         "device": kind,
-        "library": library or library_of(scale_of(held)),
-        "bias": False,
     }
+    call: Any
+    if isinstance(weight, Form):
+        held: Any = weight
+        how = "fp8" if weight.kind == "fp8" else precision_of(weight, precision)
+        call = weight.call(how, of | {"library": library or "torch"}, sm)
+    else:
+        how = precision_of(weight, precision)
+        held = weight if isinstance(weight, Int8Weight | Fp8Weight) else as_packed(weight)
+        of |= {"library": library or library_of(scale_of(held)), "bias": False}
+        makes: dict[str, Callable[..., Any]] = {"int8": Int8Call.on, "fp8": Fp8Call.of, "exact": Call.on}
+        call = makes[how](held, **of, **({} if how == "int8" else {"capability": sm}))
     if how == "int8":
-        return _plan_int8(weight, held, Int8Call.on(held, **of))
-    if how == "fp8":
-        return _plan_fp8(weight, held, Fp8Call.of(held, **of, capability=sm), gpu)
-    return _plan_exact(weight, held, Call.on(held, **of, capability=sm), gpu)
+        return _plan_int8(weight, held, call)
+    call = replace(call, elsewhere=_elsewhere(device))
+    return (_plan_fp8 if how == "fp8" else _plan_exact)(weight, held, call, gpu)
 
 
-def _plan_exact(weight: Any, packed: Packed, call: Call, gpu: str | None) -> Plan:
+def _plan_exact(weight: Any, packed: Packed | Form, call: Call, gpu: str | None) -> Plan:
     kernel = select(LinearArgs, call)
-    extra = 0 if isinstance(weight, Packed) else _unshared_bytes(packed, weight)
+    extra = _unshared_bytes(packed, weight) if isinstance(weight, Weight) and isinstance(packed, Packed) else 0
     return _planned(call, kernel, gpu, extra, (*_copies(weight, call), *_launches(kernel)), _runs)
 
 
@@ -186,6 +200,7 @@ def _planned(
 ) -> Plan:
     """The plan of a call on a CPU or GPU; ``runs`` names what computes calls like it, where ranges of rows are told."""
     cost = kernel.cost(call)
+    time, least, expected = _time(call, kernel, gpu) if call.capability else ("", None, None)
     return Plan(
         call=call,
         kernel=kernel.name,
@@ -197,15 +212,17 @@ def _planned(
         notes=notes,
         configuration=_configuration(kernel, call),
         ranges=tuple(_ranges(call, runs)) if call.capability and runs else (),
-        time=_time(call, kernel, gpu) if call.capability else "",
+        time=time,
         scratch_bytes=kernel.scratch(call) if kernel.scratch else 0,
+        least=least,
+        expected=expected,
     )
 
 
-def _plan_fp8(weight: Any, held: Packed | Fp8Weight, call: Fp8Call, gpu: str | None) -> Plan:
+def _plan_fp8(weight: Any, held: Packed | Fp8Weight | Form, call: Fp8Call, gpu: str | None) -> Plan:
     kernel = kernel_for(call)
-    lost = error_of(held)
-    reason = "a meta tensor has no values" if isinstance(held, Packed) else "the twin does not state it"
+    lost = None if isinstance(held, Form) else error_of(held)
+    reason = "the twin does not state it" if isinstance(held, Fp8Weight) else "there are no values yet"
     measured = f"unknown: {reason}" if lost is None else f"{lost:.4f} of its norm, measured"
     notes = [
         f"error of the weight by rounding to FP8: {measured}",
@@ -219,7 +236,7 @@ def _plan_fp8(weight: Any, held: Packed | Fp8Weight, call: Fp8Call, gpu: str | N
             f"FP8 from {FEWEST} tokens on, where a kernel takes the layout and is faster; other calls are exact"
         )
     if kernel is None:
-        made = _plan_exact(weight, as_packed(weight), exact(call), gpu)
+        made = _plan_exact(weight, held if isinstance(held, Form) else as_packed(weight), exact(call), gpu)
         other = slower(call)
         measured_slower = [(other, f"was measured to be no faster than {made.kernel} here")] if other else []
         return replace(
@@ -231,7 +248,7 @@ def _plan_fp8(weight: Any, held: Packed | Fp8Weight, call: Fp8Call, gpu: str | N
     extra = 0
     if isinstance(held, Packed):
         extra = 0 if isinstance(weight, Packed) else _unshared_bytes(held, weight)
-    elif kernel is scaled_mm.TORCH:
+    elif call.resident and kernel is scaled_mm.TORCH:
         extra = scaled_mm.padding(call)
     return _planned(call, kernel, gpu, extra, (*notes, *_copies(weight, call), *_launches(kernel)), _runs_fp8)
 
@@ -246,20 +263,28 @@ def _copies(weight: Any, call: Call) -> Iterator[str]:
 
 
 def _plan_embedding(
-    weight: Packed | Weight, rows: int, dtype: Any, device: str, sm: int, gpu: str | None, library: Library | None
+    weight: Packed | Weight | Form, rows: int, dtype: Any, device: Any, library: Library | None
 ) -> Plan:
-    packed = as_packed(weight)
-    call = EmbeddingCall.of(
-        packed,
-        rows=rows,
-        dtype="int64",
-        out_dtype=checked_dtype(dtype, "out_dtype"),
-        device=device,
-        library=library or library_of(packed.buffers()["scale2"]),
-        capability=sm,
-    )
-    packs = ["the weight is packed as rows in each call; pack it once"] if isinstance(weight, Weight) else []
-    extra = 0 if isinstance(weight, Packed) else _unshared_bytes(packed, weight)
+    kind, sm, gpu = _place(device)
+    of: dict[str, Any] = {
+        "rows": rows,
+        "dtype": "int64",
+        "out_dtype": checked_dtype(dtype, "out_dtype"),
+        "device": kind,
+        "capability": sm,
+    }
+    packs: list[str] = []
+    extra = 0
+    if isinstance(weight, Form):
+        of |= {"shape": weight.shape, "per_row": weight.per_row, "pre_scale": weight.pre_scale}
+        call = EmbeddingCall(layout=weight.placed, library=library or "torch", elsewhere=_elsewhere(device), **of)
+    else:
+        packed = as_packed(weight)
+        call = EmbeddingCall.of(packed, library=library or library_of(packed.buffers()["scale2"]), **of)
+        call = replace(call, elsewhere=_elsewhere(device))
+        if isinstance(weight, Weight):
+            packs.append("the weight is packed as rows in each call; pack it once")
+            extra = _unshared_bytes(packed, weight)
     return _planned(call, select(EmbeddingArgs, call), gpu, extra, tuple(packs), None)
 
 
@@ -281,6 +306,11 @@ def _place(device: Any) -> tuple[str, int, str | None]:
         return kind, 0, None
     index = int(which) if which else torch.cuda.current_device()
     return kind, capability(index), torch.cuda.get_device_name(index)
+
+
+def _elsewhere(device: Any) -> bool:
+    """Whether a device is named by what it can do, not as one of this machine."""
+    return str(device).startswith("cuda:sm_")
 
 
 def _check_device(device: str) -> None:
@@ -379,17 +409,41 @@ def _span(first: int, last: int | None) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _time(call: Call, kernel: Kernel[Any, Any], gpu: str | None) -> str:
-    """What a call on a GPU takes at the least, and what is expected of the kernel."""
+def _time(call: Call, kernel: Kernel[Any, Any], gpu: str | None) -> tuple[str, float | None, float | None]:
+    """What a call on a GPU takes at the least, and what is expected of the kernel: in words, and both in seconds."""
     found = choice(call, kernel.name)
-    name = gpu or (found.measurement["gpu"] if found else None)
+    name = gpu or _measured_gpu(call.capability)
     ceiling = _ceiling(name, call)
     if ceiling is None:
-        return f"unknown: no ceilings of {name or f'a GPU of sm_{call.capability}'} are known"
+        return f"unknown: no ceilings of {name or f'a GPU of sm_{call.capability}'} are known", None, None
     least = ceiling.seconds(kernel.cost(call))
     reached = _reached(call, kernel, found)
     text = f"at least {1e6 * least:.1f} us on {name} ({ceiling})"
-    return f"{text}; {1e6 * least / reached:.1f} us expected" if reached else f"{text}; not measured"
+    if not reached:
+        return f"{text}; not measured", least, None
+    return f"{text}; {1e6 * least / reached:.1f} us expected", least, least / reached
+
+
+def ceiling(device: Any) -> tuple[str | None, Ceiling | None]:
+    """Of a device as ``plan`` takes it: torch's name of the GPU, and what it reaches at best; None where unknown.
+
+    A GPU that is known by its compute capability alone is taken to be the one that was measured.
+    """
+    _, sm, gpu = _place(device)
+    name = gpu or _measured_gpu(sm)
+    return name, CEILINGS.get(name or "")
+
+
+def least(device: Any, nbytes: int, flops: int) -> float | None:
+    """The least seconds of moving and computing so much on a device; None where its ceiling is not known."""
+    _, known = ceiling(device)
+    return known.seconds(Cost(nbytes, flops)) if known else None
+
+
+def _measured_gpu(sm: int) -> str | None:
+    """The GPU of a compute capability for which there are choices of kernels."""
+    held = (one for entry in entries() if entry.capability == sm for one in entry.kernels.values())
+    return next((ranges[0].choice.measurement["gpu"] for ranges in held), None)
 
 
 def _ceiling(gpu: str | None, call: Call) -> Ceiling | None:
@@ -421,10 +475,15 @@ def _unshared_bytes(packed: Packed, weight: Weight) -> int:
     return total
 
 
-def _plan_int8(weight: Any, held: Packed | Int8Weight, call: Int8Call) -> Plan:
+def _plan_int8(weight: Any, held: Packed | Int8Weight | Form, call: Int8Call) -> Plan:
     kernel = select(Int8Args, call)
-    twin, cost = twin_of(held), kernel.cost(call)
-    error = "unknown: the twin does not state it" if twin.error is None else f"{twin.error:.4f} of its norm, measured"
+    twin, cost = None if isinstance(held, Form) else twin_of(held), kernel.cost(call)
+    if twin is None:
+        error = "unknown: there are no values yet"
+    elif twin.error is None:
+        error = "unknown: the twin does not state it"
+    else:
+        error = f"{twin.error:.4f} of its norm, measured"
     notes = [f"error of the weight by rounding to INT8: {error}", "activations are rounded to 8 bits for each token"]
     if isinstance(weight, Weight):
         notes.append("the weight is packed and its twin made in each call; pack it once, or call to_int8 once")
@@ -435,6 +494,6 @@ def _plan_int8(weight: Any, held: Packed | Int8Weight, call: Int8Call) -> Plan:
         refusals=_refusals(kernel, call),
         bytes=cost.bytes,
         flops=cost.flops,
-        extra_bytes=0 if twin is weight else prod(twin.shape) + 4 * twin.shape[-2],
+        extra_bytes=0 if isinstance(weight, Int8Weight) else prod(call.shape) + 4 * call.shape[-2],
         notes=tuple(notes),
     )

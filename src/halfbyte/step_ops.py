@@ -62,6 +62,7 @@ def attend(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     window: int | None = None,
+    settled: bool = False,
 ) -> Tensor:
     """Rotate q and k of one new token of each sequence, write k and v to the cache, and attend to it.
 
@@ -77,6 +78,8 @@ def attend(
         k_norm: the same of k.
         eps: of both norms.
         window: how many entries are seen at the most, the new one among them; None for all.
+        settled: on a GPU, that an operator of torch's ran on the stream after positions, cos, sin and the entries
+            before the new ones were written, and before what computed qkv. Then they are read while that still runs.
 
     Returns:
         (B, Hq D). On a GPU a position outside of the cache gives a row of NaN, and nothing is written.
@@ -90,7 +93,7 @@ def attend(
     out = torch.empty((len(qkv), qkv.shape[-1] - 2 * kv * dim), dtype=qkv.dtype, device=qkv.device)
     args = AttendArgs(
         qkv=qkv, cos=cos, sin=sin, positions=positions, keys=keys, values=values, q_norm=q_norm, k_norm=k_norm,
-        eps=eps, scale=scale, window=window, out=out,
+        eps=eps, scale=scale, window=window, settled=settled, out=out,
     )  # fmt: skip
     kind = qkv.dtype, qkv.device, q_norm is None, k_norm is None, window
     _run(args, ("attend", qkv.shape, keys.shape, *kind, forced_name()))

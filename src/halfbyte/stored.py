@@ -31,6 +31,8 @@ _NUMPY: Final[dict[str, Any]] = {
     "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
 }  # fmt: skip
 
+_NAMED: Final = {np.dtype(dtype).name: name for name, dtype in _NUMPY.items()}
+
 FLOATS: Final = ("F32", "BF16", "F16")
 """The dtypes of dense weights."""
 
@@ -111,6 +113,14 @@ class View(Stored):
         if at:
             at[0] = self.first + at[0] * self.stride
         return at if self.expert is None else [self.expert, *at]
+
+
+def dtype_named(name: str) -> str:
+    """The dtype as headers spell it, of one as NumPy or torch names it, such as "torch.bfloat16"."""
+    plain = name.removeprefix("torch.")
+    if plain not in _NAMED:
+        raise FormatError("safetensors files have no such dtype", got=plain)
+    return _NAMED[plain]
 
 
 def byte_count(dtype: str, shape: tuple[int, ...]) -> int:

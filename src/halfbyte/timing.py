@@ -136,3 +136,15 @@ def in_rounds(all_timed: Sequence[Timed], rounds: int, pause: float = 0.0) -> No
             timed.batch()
     for timed in all_timed:
         del timed.seconds[0]
+
+
+READ_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+"""What a probe reads: more than caches hold."""
+
+
+def read_rate(device: str) -> float:
+    """Bytes a second that a device of torch's reads at best, of memory that no cache holds: the best of ten sums."""
+    kind = torch.device(device).type
+    memory = torch.ones(READ_BYTES.get(kind, 256 << 20) // 4, device=device)
+    memory.sum()
+    return memory.nbytes / min(elapsed(kind, memory.sum, 1) for _ in range(10))

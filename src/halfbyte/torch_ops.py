@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from halfbyte import fp8_ops, ops
+from halfbyte import fp8_ops, int8_ops, ops
 from halfbyte.errors import UsageError
 from halfbyte.kernels.cuda.shared import keeping_nothing
 from halfbyte.kinds import Fp8Weight
@@ -49,7 +49,7 @@ def linear_op(
         (..., N).
     """
     packed = _checked(x, layout, n, k, names, buffers, bias)
-    packed.memo = _memo_of(packed.buffers().get("scales", buffers[0]))
+    packed.memo = memo_of(packed.buffers().get("scales", buffers[0]))
     with keeping_nothing():
         y: Tensor = ops.compute(x, packed, bias, out_dtype)
     return y
@@ -105,12 +105,12 @@ def linear_fp8_op(
     y: Any
     if layout == FP8:
         twin = _twin(x, names, buffers, bias)
-        vars(twin)["memo"] = _memo_of(twin.data)
+        vars(twin)["memo"] = memo_of(twin.data)
         with keeping_nothing():
             y = fp8_ops.compute(x, twin, bias, to)
     else:
         packed = _checked(x, layout, n, k, names, buffers, bias)
-        packed.memo = _memo_of(packed.buffers().get("scales", buffers[0]))
+        packed.memo = memo_of(packed.buffers().get("scales", buffers[0]))
         with keeping_nothing():
             y = fp8_ops.compute(x, packed, bias, to)
             y = ops.compute(x, packed, bias, to) if y is None else y
@@ -138,7 +138,28 @@ def _shape_of_linear_fp8(
 linear_fp8_op.register_fake(_shape_of_linear_fp8)
 
 
-def _memo_of(owner: Tensor) -> dict[Any, Any]:
+@torch.library.custom_op("halfbyte::linear_int8", mutates_args=())
+def linear_int8_op(
+    x: Tensor,
+    layout: str,
+    n: int,
+    k: int,
+    names: str,
+    buffers: list[Tensor],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``halfbyte.linear`` with the precision "int8"; arguments as of ``linear_op``."""
+    packed = _checked(x, layout, n, k, names, buffers, bias)
+    packed.memo = memo_of(packed.buffers().get("scales", buffers[0]))
+    y: Tensor = int8_ops.linear_int8(x, packed, bias, str(out_dtype).removeprefix("torch."))
+    return y
+
+
+linear_int8_op.register_fake(_shape_of_linear)
+
+
+def memo_of(owner: Tensor) -> dict[Any, Any]:
     """What is remembered of the weight with this buffer."""
     memo: dict[Any, Any] | None = _memos.get(owner)  # type: ignore[no-untyped-call]
     if memo is None:
@@ -188,24 +209,19 @@ def traced(
     buffers: dict[str, Tensor],
     bias: Tensor | None,
     out_dtype: Any,
+    precision: str | None = None,
 ) -> Tensor:
     """``linear`` while torch traces it; the weight's shape is (N, K)."""
     n, k = _matrix(shape)
     to = _dtype(x, out_dtype)
-    y: Tensor = linear_op(x, layout, n, k, ",".join(buffers), list(buffers.values()), bias, to)
+    op: Any = linear_fp8_op if precision == "fp8" else linear_int8_op if precision == "int8" else linear_op
+    y: Tensor = op(x, layout, n, k, ",".join(buffers), list(buffers.values()), bias, to)
     return y
 
 
-def traced_fp8(x: Tensor, held: Packed | Fp8Weight, bias: Tensor | None, out_dtype: Any) -> Tensor:
-    """``linear`` in FP8 while torch traces it; the weight's shape is (N, K)."""
-    if isinstance(held, Packed):
-        layout, buffers = held.key, held.buffers()
-    elif held.block is not None:
-        raise UsageError("no kernel takes an FP8 weight with a scale for each block", got=held.block)
-    else:
-        every = {"data": held.data, "scale": held.scale, "pre_scale": held.pre_scale}
-        layout, buffers = FP8, {name: buffer for name, buffer in every.items() if buffer is not None}
-    n, k = _matrix(held.shape)
-    to = _dtype(x, out_dtype)
-    y: Tensor = linear_fp8_op(x, layout, n, k, ",".join(buffers), list(buffers.values()), bias, to)
-    return y
+def traced_twin(x: Tensor, twin: Fp8Weight, bias: Tensor | None, out_dtype: Any) -> Tensor:
+    """``linear`` with an Fp8Weight while torch traces it; the weight's shape is (N, K)."""
+    if twin.block is not None:
+        raise UsageError("no kernel takes an FP8 weight with a scale for each block", got=twin.block)
+    every = {"data": twin.data, "scale": twin.scale, "pre_scale": twin.pre_scale}
+    return traced(x, FP8, twin.shape, {k: b for k, b in every.items() if b is not None}, bias, out_dtype, "fp8")

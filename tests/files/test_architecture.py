@@ -24,7 +24,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "explanations": ("errors", "findings"),
     "numerics": ("errors",),
     "stored": ("errors",),
-    "patterns": ("errors",),
+    "patterns": ("errors", "numerics"),
     "tasks": ("errors", "jit"),
     "modules": BASE,
     "experts": (*BASE, "modules"),
@@ -71,22 +71,42 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "checkpoint",
         "writing",
         "tiers",
+        "forms",
+        "plans",
+        "products",
     ),
-    "cli": (*FILES, *STACKS, "explanations", "dialects", "checkpoint", "tools", "tuning", "tuning_cuda"),
+    "cli": (
+        *FILES,
+        *STACKS,
+        "explanations",
+        "dialects",
+        "checkpoint",
+        "tools",
+        "tuning",
+        "tuning_cuda",
+        "session",
+        "model_bench",
+    ),
     "kernels": (*MEANING, "lossy", "layouts", "decode_cuda", "decode_cuda_code", "vectors", "decode_code"),
     "tiers": RUN,
     "operands": RUN,
     "int8_ops": (*RUN, "lossy", "operands"),
     "fp8_ops": (*RUN, "lossy", "operands", "remembered"),
-    "plans": (*RUN, "operands", "int8_ops", "fp8_ops"),
+    "forms": RUN,
+    "plans": (*RUN, "operands", "int8_ops", "fp8_ops", "forms"),
     "embedding_op": (*RUN, "operands", "remembered", "torch_embedding"),
     "torch_embedding": (*RUN, "embedding_op"),
     "remembered": (*RUN, "operands"),
     "step_ops": (*RUN, "operands", "remembered"),
     "ops": (*RUN, "operands", "int8_ops", "fp8_ops", "plans", "remembered", "torch_ops"),
-    "torch_ops": (*RUN, "operands", "ops", "fp8_ops"),
-    "nn": (*RUN, "operands", "ops", "torch_ops"),
-    "hf": (*RUN, "ops", "torch_ops", "nn"),
+    "torch_ops": (*RUN, "operands", "ops", "fp8_ops", "int8_ops"),
+    "expert_ops": (*RUN, "operands", "ops", "torch_ops"),
+    "nn": (*RUN, "operands", "ops", "torch_ops", "embedding_op", "torch_embedding", "expert_ops"),
+    "decoder": (*RUN, "ops", "nn", "step_ops"),
+    "hf": (*RUN, *STACKS, "recipes", "dialects", "checkpoint", "operands", "ops", "torch_ops", "nn"),
+    "products": (*BASE, "modules", "experts"),
+    "session": (*RUN, *STACKS, "dialects", "checkpoint", "plans", "timing", "decoder", "hf"),
+    "model_bench": ("errors", "findings", "decoder", "session", "timing"),
     "parallel": (*RUN, "ops", "torch_ops", "nn"),
     "timing": BASE,
     "trials": (*RUN, "lossy"),
@@ -96,8 +116,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
 }
 """Part of the package -> the parts that it may import: errors <- findings, numerics, stored, patterns <- arrays <-
 kinds, shifts <- weight <- recipes, layouts; layouts <- dialects <- checkpoint <- writing <- tools <- cli, and
-layouts, lossy <- kernels <- operands <- int8_ops, remembered <- fp8_ops <- plans <- ops <- nn; kernels <- tiers <-
-tools, for doctor; kernels, timing, trials <- tuning <- tuning_cuda <- cli, for tune."""
+layouts, lossy <- kernels <- operands <- int8_ops, remembered <- fp8_ops <- plans <- ops <- expert_ops <- nn; kernels <-
+tiers <- tools, for doctor; kernels <- forms <- plans <- tools, for plan; kernels, timing, trials <- tuning <-
+tuning_cuda <- cli, for tune."""
 
 CHAINS = {
     "checkpoint": {
@@ -105,6 +126,12 @@ CHAINS = {
         "writer": {"header", "reader", "workdir"},
         "outputs": {"header", "reader", "writer"},
         "consistency": {"header", "reader", "expert_checks"},
+    },
+    "decoder": {
+        "step": {"families"},
+        "runner": {"families", "sampling", "step"},
+        "whole": {"sampling"},
+        "loop": {"families", "runner", "sampling", "whole"},
     },
     "kernels": {
         "attention_base": {"base", "descriptors"},
@@ -127,9 +154,26 @@ CHAINS = {
         "scalars": {"vectors"},
         "tiles": {"vectors"},
     },
+    "nn": {
+        "linear": {"base"},
+        "grouped": {"base", "linear"},
+        "embedding": {"base"},
+        "experts": {"base"},
+        "fp8": {"base"},
+        "swap": {"linear"},
+    },
+    "hf": {
+        "filling": {"fusing", "names", "pending", "plan", "reading", "report", "saving"},
+        "loading": {"quantizer"},
+        "plan": {"fusing", "names", "report"},
+        "quantizer": {"filling", "pending"},
+        "choosing": {"fusing"},
+        "quantizing": {"choosing", "fusing", "quantizer", "report", "saving"},
+    },
     "recipes": {"base": {"blocks_code"}, "cuda": {"base", "cuda_code"}, "rtn": {"base", "blocks_code", "cuda"}},
 }
 """In checkpoint: header <- reader <- writer <- outputs, and expert_checks, reader <- consistency; workdir <- writer.
+In hf: names, fusing <- plan <- filling <- quantizer <- loading, and saving <- filling; choosing <- quantizing.
 In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention.
 What ends in _code is loaded only to run."""
 

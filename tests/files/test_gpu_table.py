@@ -124,6 +124,70 @@ def test_all_figures_and_what_was_missed(gpu_table):
     assert last == "- missed: this\n- missed: that\n"
 
 
+def of_model(what, who, seconds, **figures):
+    named = [{"name": name.replace("_", " "), "value": value} for name, value in figures.items()]
+    return {"what": what, "who": who, "seconds": seconds, "figures": named}
+
+
+MODELS = {
+    "run": RUN | {"versions": {"torch": "2.11.0", "transformers": "5.17.0"}, "command": "python -m benchmarks.models"},
+    "rows": [
+        of_model("load", "nvfp4", 4.26, most=1.034, after=1.002) | {"facts": {"stored": 6_034_000_000}},
+        of_model("decode batch 1", "nvfp4", 1.5e-3, tokens_s=666.7, of_the_weight_read=0.723, x_bfloat16=2.61),
+        of_model("decode batch 1", "bfloat16", 3.92e-3, tokens_s=255.1, of_the_weight_read=0.9),
+        of_model("first token of 2048", "nvfp4", 0.0601, x_the_time_of_bfloat16=1.071),
+        of_model("first token of 2048", "bfloat16", 0.0561),
+        of_model("first token of 2048", "nvfp4 fp8", 0.0451, x_the_time_of_bfloat16=0.804),
+        of_model("decode batch 1", "nvfp4, head too", 1.2e-3, tokens_s=833.3, of_the_weight_read=0.7, x_bfloat16=3.3),
+        of_model("decode batch 1", "bfloat16", 4.0e-3, tokens_s=250.0),
+    ],
+    "end": {"verdict": ["6 of 7 bounds met", "missed: ..."], "seconds": 90},
+}
+for _row in MODELS["rows"]:
+    for _figure in _row["figures"]:
+        _figure["name"] = _figure["name"].replace("tokens s", "tokens/s")
+
+
+def test_a_whole_model(gpu_table):
+    assert gpu_table.models("made-up-models.json", MODELS) == (
+        "A Llama-3-8B with random weights on an NVIDIA Made-up (driver 1.2.3, torch 2.11.0, transformers 5.17.0; "
+        "2026-01-02, commit 0123456), by\n"
+        "`python -m benchmarks.models`: lm_head in bfloat16 unless said; beside it the same in bfloat16, both in\n"
+        "`halfbyte.generate`. All rows are in `benchmarks/results/made-up-models.json`.\n"
+        "\n"
+        "| | NVFP4 | bfloat16 |\n"
+        "|---|---|---|\n"
+        "| decoding, batch 1 | 1.50 ms, 667 tokens/s, 0.72 of what its reads allow, 2.61 x "
+        "| 3.92 ms, 255 tokens/s, 0.90 of what its reads allow |\n"
+        "| first token of 2048 | 60 ms, 1.07 of the time | 56 ms |\n"
+        '| first token of 2048, `precision="fp8"` | 45 ms, 0.80 of the time | 56 ms |\n'
+        "| decoding, batch 1, head in NVFP4 | 1.20 ms, 833 tokens/s, 0.70 of what its reads allow, 3.30 x "
+        "| 3.92 ms, 255 tokens/s, 0.90 of what its reads allow |\n"
+        "\n"
+        "Loading 6.03 GB takes 4.3 s and at most 1.03 times that of the device's memory, 1.00 times after. "
+        "6 of 7 bounds met.\n"
+    )
+
+
+def test_real_models_on_a_cpu(gpu_table):
+    rows = [
+        of_model("SmolLM2 decode T=2", "halfbyte float32", 8e-3, **{"tokens/s": 125.0, "x transformers float32": 2.5}),
+        of_model("SmolLM2 decode T=2", "transformers float32", 2e-2, **{"tokens/s": 50.0}),
+        of_model("MiniLM embeddings", "halfbyte rtn", 1.0, mean_cosine=0.97314, least_cosine=0.956)
+        | {"facts": {"sentences": 256}},
+    ]
+    document = {"machine": {"model name": "Made-up", "cores": 2}, "command": "some", "threads": 2, "rows": rows}
+    readme = f"before\n{gpu_table.MODELS_BEGIN}old\n{gpu_table.MODELS_END}after\n"
+    assert gpu_table.with_models(readme, [("made-up-cpu-models.json", json.dumps(document))]) == (
+        f"before\n{gpu_table.MODELS_BEGIN}"
+        "On an Made-up (2 cores), by `some`\n"
+        "(`benchmarks/results/made-up-cpu-models.json`): SmolLM2-135M decodes, 2 threads: halfbyte float32 "
+        "125.0 tokens/s, 2.50 x, transformers float32 50.0 tokens/s. MiniLM's embeddings of 256 sentences keep a mean "
+        "cosine of 0.9731 (the least 0.956).\n"
+        f"{gpu_table.MODELS_END}after\n"
+    )
+
+
 def test_pages_are_what_the_results_say(gpu_table):
     for page, made in gpu_table.pages().items():
         assert page.read_text() == made, "run: python scripts/gpu_table.py"

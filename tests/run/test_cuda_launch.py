@@ -429,10 +429,10 @@ def test_the_operators_keep_no_memory(gpu, twin, precision, monkeypatch):
 
     monkeypatch.setattr(fp8_ops, "compute", compute)
     monkeypatch.setattr(ops, "compute", compute)
-    if twin or precision:
-        torch_ops.traced_fp8(torch.ones(3, 64), held, None, None)
+    if twin:
+        torch_ops.traced_twin(torch.ones(3, 64), held, None, None)
     else:
-        torch_ops.traced(torch.ones(3, 64), held.key, held.shape, held.buffers(), None, None)
+        torch_ops.traced(torch.ones(3, 64), held.key, held.shape, held.buffers(), None, None, precision)
     assert len(found) == 1
     assert shared._shared == {}
 

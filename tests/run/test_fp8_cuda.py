@@ -27,7 +27,7 @@ from halfbyte.kernels.fp8 import quantized
 from halfbyte.kinds import Fp8Weight
 from halfbyte.layouts import Fragments, Rows
 from halfbyte.ops import linear, pack
-from halfbyte.torch_ops import linear_fp8_op, traced_fp8
+from halfbyte.torch_ops import linear_fp8_op, traced_twin
 from halfbyte.weight import to_numpy, to_torch
 from helpers_run import HALF_ULP, fp8_call_like, random_floats, random_weight
 
@@ -367,7 +367,7 @@ def test_the_shape_of_a_fake_result():
 def test_blocks_are_refused_while_torch_traces():
     twin = Fp8Weight(data=torch.zeros(4, 32, dtype=torch.uint8), scale=torch.ones(2, 2), block=(2, 16))
     with pytest.raises(UsageError, match="no kernel takes an FP8 weight with a scale for each block"):
-        traced_fp8(torch.ones(1, 32), twin, None, None)
+        traced_twin(torch.ones(1, 32), twin, None, None)
 
 
 def test_the_operator_takes_the_scale_it_is_given(emulated, monkeypatch):

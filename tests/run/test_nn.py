@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from halfbyte.errors import LayoutError, UsageError, WeightError
 from halfbyte.layouts import Packed
 from halfbyte.nn import Linear, SwapReport, swap_linears
-from halfbyte.ops import linear, pack
+from halfbyte.ops import linear, pack, plan
 from halfbyte.weight import DenseWeight, Fp8Weight, Mxfp4Weight, Weight, to_numpy
 from helpers_run import random_floats, random_weight
 
@@ -48,7 +48,8 @@ class TestLinear:
         assert layer.packed.unpack().same(self.w.torch())
 
     def test_repr(self):
-        assert repr(Linear(self.w)) == "Linear(N=48, K=40, layout=rows, bias=False)"
+        kernel = plan("linear", pack(self.w).to("cpu"), rows=1, dtype="float32").kernel
+        assert repr(Linear(self.w)) == f"Linear(N=48, K=40, layout=rows, bias=False, kernel={kernel})"
         assert "bias=True" in repr(Linear(self.w, self.bias))
 
     @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ class TestCompile:
             patch.setattr(torch_ops.fp8_ops, "compute", compute)
             torch_ops.linear_fp8_op(x, *of, None, torch.float32)
             torch_ops.linear_fp8_op(x, *of, None, torch.float32)
-        assert seen[0] is seen[1] is torch_ops._memo_of(twin.data)
+        assert seen[0] is seen[1] is torch_ops.memo_of(twin.data)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_opcheck(self, dtype):

@@ -124,10 +124,17 @@ def linear_modules(modules: Iterable[Module]) -> Iterator[tuple[str, str, Module
 
 def config_facts(checkpoint: Checkpoint, modules: Mapping[str, Module], others: Iterable[Module]) -> Facts:
     """What a config has to say of a checkpoint in which ``modules`` are quantized, and ``others`` are as they are."""
+    return facts_of(checkpoint.config, kv_format(checkpoint.headers), modules, others)
+
+
+def facts_of(
+    config: Mapping[str, Any], kv: str | None, modules: Mapping[str, Module], others: Iterable[Module]
+) -> Facts:
+    """The same of a model with this config.json and format of the KV cache."""
     dense = {name: cls for name, cls, _ in linear_modules(others) if name not in modules}
-    if checkpoint.config.get("tie_word_embeddings") is True and "lm_head" not in modules:
+    if config.get("tie_word_embeddings") is True and "lm_head" not in modules:
         dense["lm_head"] = "Linear"  # not on disk, but engines build it and ask how
-    return Facts(modules, dense, kv_format(checkpoint.headers))
+    return Facts(modules, dense, kv)
 
 
 def _config_findings(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -16,7 +16,21 @@ import click
 from halfbyte import __version__
 from halfbyte.errors import HalfbyteError, UsageError
 
-VERBS = ("inspect", "verify", "diff", "quantize", "convert", "shard", "dequantize", "layouts", "tune", "doctor")
+VERBS = (
+    "inspect",
+    "verify",
+    "diff",
+    "quantize",
+    "convert",
+    "shard",
+    "dequantize",
+    "layouts",
+    "run",
+    "plan",
+    "bench",
+    "tune",
+    "doctor",
+)
 """In the order of the help text."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from halfbyte.errors import printable
+from halfbyte.errors import UsageError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,6 +69,21 @@ def writing_options(command: F) -> F:
         click.option("--dry-run", is_flag=True, help="Plan, sizes and peak memory; writes nothing."),
         click.option("--force", is_flag=True, help="Replace DST if it exists; start over where a run was killed."),
         click.option("--resume", is_flag=True, help="Go on with what a killed run of the same command has left."),
+    ):
+        command = option(command)
+    return command
+
+
+def model_options(command: F) -> F:
+    """How a model is loaded."""
+    for option in (
+        click.option("--no-fuse", is_flag=True, help="q, k, v and gate, up are products of their own."),
+        click.option("--layout", metavar="NAME", help="Of NVFP4 weights; by default the one for the device."),
+        click.option(
+            "--precision", default="exact", show_default=True, metavar="[exact|int8|fp8]", help="Of products."
+        ),
+        click.option("--dtype", metavar="[float32|bfloat16|float16]", help="Of activations; by default the config's."),
+        click.option("--device", metavar="[cpu|cuda|cuda:0]", help="By default a GPU, where torch sees one."),
     ):
         command = option(command)
     return command
@@ -155,6 +170,21 @@ def show_findings(report: Report) -> None:
     out = console(stderr=True)
     for finding in report.findings:
         out.print(str(finding), style=colours[finding.severity] if out.is_terminal else None)
+
+
+def numbers(text: str, what: str) -> list[int]:
+    """The whole numbers of a list such as "1,16,512".
+
+    Raises:
+        UsageError: something that is none.
+    """
+    parts = text.replace(",", " ").split()
+    wrong = next((part for part in parts if not (part.isascii() and part.isdecimal() and len(part) < 10)), None)
+    if wrong is not None or not parts:
+        raise UsageError(
+            f"{what} are whole numbers", got=repr(text if wrong is None else wrong), expected="such as 1,16"
+        )
+    return [int(part) for part in parts]
 
 
 def plural(count: int, noun: str) -> str:

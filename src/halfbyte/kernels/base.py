@@ -70,6 +70,7 @@ class Call:
         capability: the compute capability of the GPU, 90 for sm_90; 0 on other devices, or where none is known.
         aligned: codes and scales begin at multiples of 16 bytes; looked for on a GPU only.
         whole: codes, scales and scale2 have no gaps; looked for on a GPU only.
+        elsewhere: it is planned for another machine: what is installed here does not matter.
 
     Raises:
         UsageError: a layout of another kind of weight.
@@ -90,6 +91,7 @@ class Call:
     capability: int = 0
     aligned: bool = True
     whole: bool = True
+    elsewhere: bool = False
 
     def __post_init__(self) -> None:
         check_kind(self.layout)
@@ -363,10 +365,12 @@ def why_not_numpy(library: str) -> tuple[str, ...]:
     return () if library == "numpy" else (f"takes NumPy arrays, not {library} tensors",)
 
 
-def why_not_torch(library: str) -> tuple[str, ...]:
-    """Why a torch kernel declines arrays of ``library``; also where torch is missing."""
+def why_not_torch(library: str, elsewhere: bool = False) -> tuple[str, ...]:
+    """Why a torch kernel declines arrays of ``library``; also where torch is missing, but not for another machine."""
     if library != "torch":
         return ("takes torch tensors, not NumPy arrays",)
+    if elsewhere:
+        return ()
     try:
         import torch  # noqa: F401
     except ImportError:

@@ -137,7 +137,7 @@ def _refuse_numpy(call: EmbeddingCall) -> tuple[str, ...]:
 
 
 def _refuse_torch(call: EmbeddingCall) -> tuple[str, ...]:
-    return why_not_torch(call.library) + _refuse_all_but_rows(call)
+    return why_not_torch(call.library, call.elsewhere) + _refuse_all_but_rows(call)
 
 
 def _launch_numpy(args: EmbeddingArgs) -> None:

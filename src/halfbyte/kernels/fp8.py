@@ -254,7 +254,7 @@ def _refuse_numpy(call: Fp8Call) -> tuple[str, ...]:
 
 
 def _refuse_torch(call: Fp8Call) -> tuple[str, ...]:
-    return why_not_torch(call.library) + _refuse_here(call)
+    return why_not_torch(call.library, call.elsewhere) + _refuse_here(call)
 
 
 TORCH: Final = Kernel(

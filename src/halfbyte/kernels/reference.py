@@ -236,8 +236,8 @@ def _refuse_numpy(call: Call) -> tuple[str, ...]:
 
 
 def _refuse_torch(call: Call) -> tuple[str, ...]:
-    no_torch = why_not_torch(call.library)
-    return no_torch + (() if no_torch else why_not_float32(call.device)) + _refuse(call)
+    no_torch = why_not_torch(call.library, call.elsewhere)
+    return no_torch + (() if no_torch or call.elsewhere else why_not_float32(call.device)) + _refuse(call)
 
 
 def _load_torch(call: Call) -> None:

@@ -46,6 +46,7 @@ class StepCall:
     capability: int = 0
     aligned: ClassVar[bool] = True
     whole: ClassVar[bool] = True
+    elsewhere: ClassVar[bool] = False
 
     def __str__(self) -> str:
         place = f"{self.device} (sm_{self.capability})" if self.capability else self.device
@@ -170,6 +171,9 @@ class AttendArgs:
         eps: of both norms.
         scale: of the scores.
         window: entries that are seen at the most; None for all.
+        settled: positions, cos, sin and the entries before the new ones were written by a kernel on whose end some
+            kernel waited that was launched in the ordinary way and before the one ahead of this; where that may be
+            false, a GPU must not read them before the kernel ahead has ended.
         out: (B, Hq D); written.
     """
 
@@ -185,6 +189,7 @@ class AttendArgs:
     eps: float
     scale: float
     window: int | None
+    settled: bool
     out: Array
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from halfbyte.experts import expand
 from halfbyte.findings import Finding, Report
 from halfbyte.modules import QUANTIZED, Module, refuse_broken, refuse_companions
 from halfbyte.numerics import BLOCK, reciprocal
-from halfbyte.patterns import Patterns, fused_group, is_head, is_router, module_class
+from halfbyte.patterns import Patterns, fused_group, reason_to_skip
 from halfbyte.recipes import LIKES, Like, Recipe, TensorScale, finite_amax, quantize_array, recipe_named
 from halfbyte.recipes.base import SMALL
 from halfbyte.stored import DTYPE_BITS, FLOATS, Stored, View, byte_count
@@ -134,23 +134,10 @@ def _choose(
 def _reason_to_skip(module: Module, targets: Patterns, ignore: Patterns) -> str | None:
     if module.kind not in ("dense", "fp8", "mxfp4"):
         return "a format that is not read" if module.kind == "unread" else "not a weight"
-    cls = module_class(module.name, len(module.shape))
-    if cls is None:
-        return "not a matrix"
-    pattern, target = ignore.first(module.name, cls), targets.first(module.name, cls)
-    if module.kind == "dense" and module.roles["data"].dtype not in FLOATS:
+    reason = reason_to_skip(module.name, module.shape, targets, ignore)
+    if module.kind == "dense" and len(module.shape) == 2 and module.roles["data"].dtype not in FLOATS:
         return f"dtype {module.roles['data'].dtype}"
-    if pattern:
-        return f"ignored by {pattern}"
-    if module.shape[1] % BLOCK:
-        return f"K = {module.shape[1]} is not a multiple of {BLOCK}"
-    if targets:
-        return None if target else "not a target"
-    if cls == "Embedding":
-        return "embedding"
-    if is_head(module.name):
-        return "output head"
-    return "router" if is_router(module.name) else None
+    return reason
 
 
 def _shared(modules: Mapping[str, Module]) -> dict[str, list[Module]]:

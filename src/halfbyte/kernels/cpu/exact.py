@@ -145,7 +145,7 @@ def why_not_rows(call: Call) -> tuple[str, ...]:
     if call.odd_scales:
         reasons.append("takes positive, finite block scales (bytes 00 to 7E)")
     if call.library == "torch":
-        reasons.extend(why_not_torch(call.library))
+        reasons.extend(why_not_torch(call.library, call.elsewhere))
     missing = jit.missing()
     if missing:
         reasons.append(missing)

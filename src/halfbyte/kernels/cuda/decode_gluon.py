@@ -126,7 +126,7 @@ def signature(dtype: str, out_dtype: str, bias_dtype: str) -> dict[str, str]:
 
 
 def constants(
-    shape: tuple[int, int], rows: int, dtype: str, *, per_row: bool, bias: bool, made: Decode, gate: str | None = None
+    shape: tuple[int, int], rows: int, dtype: str, *, per_row: bool, bias: bool, made: Decode
 ) -> dict[str, Any]:
     """The constants of the device code for a weight (N, K) and so many tokens."""
     n, k = shape
@@ -148,14 +148,13 @@ def constants(
         "SCALE": scale_code(dtype),
         "FACTOR": FACTOR,
         "KEEP": "evict_first",
-        "GATE": gate,
     }
 
 
-def parts(call: Call, bias_dtype: str, made: Decode, gate: str | None = None) -> tuple[dict[str, str], dict[str, Any]]:
+def parts(call: Call, bias_dtype: str, made: Decode) -> tuple[dict[str, str], dict[str, Any]]:
     """The signature and the constants for a call; without a bias its dtype is any."""
     n, k = call.shape
-    held = constants((n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made, gate=gate)
+    held = constants((n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made)
     return signature(call.dtype, call.out_dtype, bias_dtype), held
 
 

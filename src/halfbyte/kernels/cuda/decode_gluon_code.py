@@ -111,19 +111,6 @@ def _prefetch(at, BYTES: gl.constexpr):
 
 
 @gluon.jit
-def _activated(g, GATE: gl.constexpr):
-    """As ``step_code``."""
-    if GATE == "silu":
-        return g / (1 + gl.exp(-g))
-    if GATE == "gelu":
-        return 0.5 * g * (1 + gl.erf(g * 0.7071067811865476))
-    if GATE == "gelu_tanh":
-        return g / (1 + gl.exp(-1.5957691216057308 * (g + 0.044715 * g * g * g)))
-    g = gl.where(g < 0, 0.0, g)
-    return g * g
-
-
-@gluon.jit
 def decode(
     codes_ptr,
     scales_ptr,
@@ -145,7 +132,6 @@ def decode(
     SCALE: gl.constexpr,
     FACTOR: gl.constexpr,
     KEEP: gl.constexpr,
-    GATE: gl.constexpr,
 ):
     """Up to NB rows of x times R tiles of 16 rows of the weight.
 
@@ -170,7 +156,6 @@ def decode(
         SCALE: assembly: two scale bytes -> a pair of scales.
         FACTOR: what products lack beside scale2.
         KEEP: eviction policy of codes and scales.
-        GATE: an activation, or None. Of 16 features the first 8 are gates of the next 8, and out is (M, N / 2).
     """
     W: gl.constexpr = gl.num_warps()
     HALF: gl.constexpr = x_ptr.dtype.element_ty
@@ -254,23 +239,15 @@ def decode(
         acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), x, acc)
 
     total = gl.sum(acc, axis=0)
-    n = tile * 16 + gl.arange(0, R * 16, layout=gl.SliceLayout(1, total.type.layout))
+    OUT: gl.constexpr = total.type.layout
+    n = tile * 16 + gl.arange(0, R * 16, layout=gl.SliceLayout(1, OUT))
+    m = gl.arange(0, NB, layout=gl.SliceLayout(0, OUT))
     if PER_ROW:
         total = total * (gl.load(scale2_ptr + n, mask=n < N, other=0.0) * FACTOR)[:, None]
     else:
         total = total * (gl.load(scale2_ptr) * FACTOR)
     if BIAS:
         total = total + gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-    SHARE: gl.constexpr = 1 if GATE is None else 2
-    if GATE is not None:
-        both = total.to(out_ptr.dtype.element_ty).to(gl.float32).reshape(R, 2, 8, NB).permute(0, 2, 3, 1)
-        gate, up = gl.split(both.reshape(R * 8, NB, 2))
-        total = _activated(gate, GATE) * up
-    OUT: gl.constexpr = total.type.layout
-    n = tile * (16 // SHARE) + gl.arange(0, R * 16 // SHARE, layout=gl.SliceLayout(1, OUT))
-    m = gl.arange(0, NB, layout=gl.SliceLayout(0, OUT))
-    first = first // SHARE
-    N = N // SHARE
     gl.store(
         out_ptr + (m.to(gl.int64)[None, :] * N + n[:, None]),
         total.to(out_ptr.dtype.element_ty),

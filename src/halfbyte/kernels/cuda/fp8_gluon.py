@@ -234,7 +234,7 @@ def shifted(to: str, word: str, step: Step) -> str:
 def configure(call: Fp8Call) -> Fp8:
     """The configuration for a call: for shapes not measured the fastest, by what is known of steps."""
     (n, k), rows = call.shape, choices.modelled_rows(call.rows)
-    processors = multiprocessors(None)
+    processors = multiprocessors(None, call.elsewhere)
 
     def time(made: Fp8) -> float:
         held = schedule(n, k, rows, made.form, processors)
@@ -258,7 +258,7 @@ def configurations(call: Fp8Call) -> tuple[Fp8, ...]:
 
 def _schedule(call: Fp8Call, made: Fp8, index: int | None) -> Schedule:
     n, k = call.shape
-    return schedule(n, k, call.rows, made.form, multiprocessors(index))
+    return schedule(n, k, call.rows, made.form, multiprocessors(index, call.elsewhere))
 
 
 def scratch(call: Fp8Call) -> int:

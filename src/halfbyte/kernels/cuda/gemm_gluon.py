@@ -164,8 +164,10 @@ def schedule(n: int, k: int, rows: int, made: Gemm, multiprocessors: int) -> Sch
 
 
 @cache
-def multiprocessors(index: int | None) -> int:
-    """Of a CUDA device of torch's."""
+def multiprocessors(index: int | None, elsewhere: bool = False) -> int:
+    """Of a CUDA device of torch's, or of one that is not in this machine."""
+    if elsewhere:
+        return HOPPER
     import torch
 
     return torch.cuda.get_device_properties(index).multi_processor_count if torch.cuda.is_available() else HOPPER
@@ -242,7 +244,9 @@ def microseconds(n: int, k: int, rows: int, made: Gemm, processors: int) -> floa
 def _by_model(call: Call) -> list[Gemm]:
     """All of ``CONFIGURATIONS``, the fastest first."""
     (n, k), rows = call.shape, choices.modelled_rows(call.rows)
-    return sorted(CONFIGURATIONS, key=lambda made: microseconds(n, k, rows, made, multiprocessors(None)))
+    return sorted(
+        CONFIGURATIONS, key=lambda made: microseconds(n, k, rows, made, multiprocessors(None, call.elsewhere))
+    )
 
 
 def configure(call: Call) -> Gemm:
@@ -257,7 +261,7 @@ def configurations(call: Call) -> tuple[Gemm, ...]:
 
 def _schedule(call: Call, made: Gemm, index: int | None) -> Schedule:
     n, k = call.shape
-    return schedule(n, k, call.rows, made, multiprocessors(index))
+    return schedule(n, k, call.rows, made, multiprocessors(index, call.elsewhere))
 
 
 def scratch_of(made: Gemm, held: Schedule) -> tuple[int, int]:

@@ -48,8 +48,8 @@ def why_not(call: Any, *, least: int = 80, most: int | None = None, gluon: bool 
         gluon: it is written in Gluon.
     """
     if call.device != "cuda":
-        return (f"runs on NVIDIA GPUs, not on {call.device}", *why_not_torch(call.library))
-    reasons = list(why_not_torch(call.library))
+        return (f"runs on NVIDIA GPUs, not on {call.device}", *why_not_torch(call.library, call.elsewhere))
+    reasons = list(why_not_torch(call.library, call.elsewhere))
     if not call.capability:
         reasons.append("needs an NVIDIA GPU, and torch sees none")
     elif not least <= call.capability <= (most or call.capability):
@@ -59,7 +59,7 @@ def why_not(call: Any, *, least: int = 80, most: int | None = None, gluon: bool 
         reasons.append(f"takes codes and scales that begin at multiples of {ALIGNED} bytes; clone the buffers")
     if not call.whole:
         reasons.append("takes codes, scales and scale2 without gaps; make the buffers contiguous")
-    lacking = missing() or (untested() if gluon else None)
+    lacking = None if call.elsewhere else missing() or (untested() if gluon else None)
     return (*reasons, lacking) if lacking else tuple(reasons)
 
 
@@ -392,7 +392,9 @@ def _announce(capability: int) -> None:
 
 @functools.cache
 def unknown() -> str | None:
-    """Why no launch takes the short way; None where this Triton's launcher is known."""
+    """Why no launch takes the short way; None where this Triton's launcher is known, or there is no Triton."""
+    if missing():
+        return None
     import triton
 
     version = triton.__version__

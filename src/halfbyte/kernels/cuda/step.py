@@ -1,4 +1,4 @@
-"""``add_norm``, ``attend`` and ``gate`` on an NVIDIA GPU, in Triton: small programs, few of them, soon over.
+"""``add_norm``, ``attend`` and ``gate`` on an NVIDIA GPU, in Triton: small programs, soon over.
 
 They stand between products that read weights, and what a product waits for is lost. So on Hopper and later each starts
 before the kernel ahead of it has ended, and lets the one behind start at once (programmatic dependent launch): that one
@@ -6,15 +6,17 @@ asks for its weights meanwhile. It is right because
 
 - nothing is read or written before ``griddepcontrol.wait``, after which all that was ahead is over and visible; each
   program of every kernel waits, so what is ahead of the kernel ahead is over, too;
-- until then lines are only asked for into L2, where every write arrives: a norm's weight, and entries of the cache.
-  Positions tell which of those; where they were not written yet, others are asked for;
+- until then lines are only asked for into L2, where every write arrives: those of a norm's weight;
+- where the caller says that they are ``settled``, ``attend`` reads positions, cosines and the entries before the new
+  one earlier: an ordinary launch, which starts when all that is ahead of it is over, stands between who wrote them and
+  the kernel ahead;
 - the kernel behind, if it is launched to start early, also waits before it reads or writes, and any other starts after
   this one has ended.
 
 ``add_norm`` has one program for each row, which holds it in registers. ``attend`` has ``splits`` for each key head of
-a sequence; block j of ``block`` entries is for split j mod splits, so that each has about the same share at every
-position, and what it finds is added up in that order by the last to finish. So a result does not depend on other rows,
-nor on what runs first. Weights of values are rounded to the dtype, products of the matrix units summed in float32.
+a sequence and up to ``GROUP`` of its query heads: block j of entries is for split j mod splits, so each has about the
+same share at every position. What splits find a kernel of its own adds up, in their order. So a result depends neither
+on other rows nor on what runs first. All is float32 but what is read and written.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from halfbyte.arrays import float_dtype
 from halfbyte.kernels.base import ALIGNED, Kernel
 from halfbyte.kernels.cuda.launch import Program, program, why_not
-from halfbyte.kernels.cuda.shared import counters, in_turn, workspace
+from halfbyte.kernels.cuda.shared import in_turn, workspace
 from halfbyte.kernels.step import (
     AddNormArgs,
     AddNormCall,
@@ -44,11 +47,17 @@ HOPPER: Final = 90
 """The compute capability from which on kernels may overlap."""
 MOST_WIDTH: Final = 16384
 MOST_DIM: Final = 256
-MOST_GROUP: Final = 16
+GROUP: Final = 4
+"""Query heads of a program at the most."""
+FILLED: Final = 512
+"""Programs that fill a GPU."""
+MOST_SPLITS: Final = 32
+ADD_WARPS: Final = 4
 GATE_BLOCK: Final = 1024
 GATE_WARPS: Final = 4
 
 _programs: Final[dict[Any, Program]] = {}
+_attend_programs: Final[dict[Any, tuple[Program, Program | None]]] = {}
 
 
 @dataclass(frozen=True)
@@ -57,25 +66,23 @@ class Attend:
 
     Args:
         splits: programs for each key head of a sequence.
-        block: entries that a program takes at once.
+        entries: that a slot, some lanes of a warp, takes at once.
         warps: of a program.
-        stages: blocks on their way.
-        ahead: blocks that are asked for before the kernel ahead has ended.
+        registers: of a thread, at most; None leaves it to the compiler.
     """
 
     splits: int
-    block: int = 32
+    entries: int = 4
     warps: int = 4
-    stages: int = 3
-    ahead: int = 4
+    registers: int | None = None
 
 
 def configure(call: AttendCall) -> Attend:
     """As many splits as fill a GPU, with at least one block each."""
-    block = 32 if call.dim <= 128 and call.dtype != "float32" else 16
-    wanted = max(1, 256 // (call.rows * call.kv_heads))
-    splits = min(wanted, 32, max(1, -(-call.room // block)), max(1, 32768 // _together(call)))
-    return Attend(splits=1 << splits.bit_length() - 1, block=block)
+    block = Attend.entries * _slots(call, Attend.warps)
+    pairs = call.rows * call.kv_heads * _parts(call)
+    splits = min(max(1, FILLED // pairs), MOST_SPLITS, max(1, -(-call.room // block)))
+    return Attend(splits=1 << splits.bit_length() - 1)
 
 
 def add_norm_parts(dtype: str, width: int, residual: bool, capability: int) -> tuple[Any, Any, int]:
@@ -96,44 +103,59 @@ def gate_parts(dtype: str, width: int, activation: str, capability: int) -> tupl
     return signature, constants, GATE_WARPS
 
 
-def attend_parts(call: AttendCall, made: Attend, capability: int) -> tuple[Any, Any]:
-    """Signature and constants; capability 0 for Triton's interpreter."""
+def attend_parts(call: AttendCall, made: Attend, capability: int, settled: bool = False) -> tuple[Any, Any, int]:
+    """As ``add_norm_parts``."""
     of = _type(call.dtype, capability)
     signature = {
         "qkv": of, "cos": "*fp32:16", "sin": "*fp32:16", "positions": "*i64", "keys": of, "values": of,
-        "q_norm": of, "k_norm": of, "out": of, "sums": "*fp32:16", "counts": "*i32",
+        "q_norm": of, "k_norm": of, "out": of, "sums": "*fp32:16", "tops": "*fp32:16",
         "T": "i32", "eps": "fp32", "scale": "fp32",
     }  # fmt: skip
-    padded = _padded(call.dim)
     group = call.heads // call.kv_heads
-    held = 32 if padded > call.dim else 64
-    room = 1 << (made.splits - 1).bit_length()
     constants = {
         "D": call.dim,
-        "DP": padded,
+        "DP": _padded(call.dim),
         "G": group,
+        "GROUP": -(-group // _parts(call)),
         "HKV": call.kv_heads,
-        "N": made.block,
+        "R": _slots(call, made.warps),
+        "W": made.entries,
         "S": made.splits,
-        "SP": room,
-        "CHUNK": max(1, min(room, held * 32 * made.warps // _together(call))),
-        "AHEAD": made.ahead,
-        "STAGES": made.stages,
         "WINDOW": 0 if call.window is None else min(call.window, call.room),
         "Q_NORM": call.q_norm,
         "K_NORM": call.k_norm,
         **_flags(call.dtype, capability),
+        "SETTLED": settled,
     }
-    return signature, constants
+    return signature, constants, made.warps
+
+
+def add_up_parts(call: AttendCall, made: Attend, capability: int) -> tuple[Any, Any, int]:
+    """As ``add_norm_parts``."""
+    signature = {"sums": "*fp32:16", "tops": "*fp32:16", "out": _type(call.dtype, capability)}
+    constants = {
+        "D": call.dim,
+        "DP": _padded(call.dim),
+        "S": made.splits,
+        "SP": 1 << (made.splits - 1).bit_length(),
+        **_flags(call.dtype, capability),
+    }
+    return signature, constants, ADD_WARPS
 
 
 def _padded(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def _together(call: AttendCall) -> int:
-    """Values of a split that are added up, with the padding."""
-    return (1 << (call.heads // call.kv_heads - 1).bit_length()) * _padded(call.dim)
+def _parts(call: AttendCall) -> int:
+    """Programs among which the query heads of a key head are shared."""
+    return -(-call.heads // (call.kv_heads * GROUP))
+
+
+def _slots(call: AttendCall, warps: int) -> int:
+    """Of a program: an entry is read by lanes of 16 bytes each."""
+    lanes = _padded(call.dim) * float_dtype(call.dtype).itemsize // ALIGNED
+    return max(1, 32 * warps // lanes)
 
 
 def _type(dtype: str, capability: int) -> str:
@@ -181,41 +203,47 @@ def launch_attend(args: AttendArgs, made: Attend | None = None, early: bool = Tr
     call = args.call()
     made = configure(call) if made is None else made
     device = args.out.device
-    key = call, device, made, early
-    run = _programs.get(key)
-    if run is None:
-        from halfbyte.kernels.cuda.step_code import attend
+    key = call, device, made, early, args.settled
+    found = _attend_programs.get(key)
+    if found is None:
+        from halfbyte.kernels.cuda.step_code import add_up, attend
 
-        signature, constants = attend_parts(call, made, call.capability)
-        run = _programs[key] = _made(attend, signature, constants, made.warps, device=device, early=early)
-    of_sums, of_counts = scratch_of(call, made)
-    if made.splits == 1:
-        sums = counts = args.out
-    elif call.capability:
-        sums, counts = workspace(device, of_sums), counters(device, of_counts)
-    else:
-        import torch
-
-        sums, counts = torch.empty(of_sums // 4), torch.zeros(of_counts // 4, dtype=torch.int32)
+        of = {"device": device, "early": early}
+        parts = attend_parts(call, made, call.capability, args.settled)
+        run = _made(attend, *parts, **of, registers=made.registers)
+        then = None if made.splits == 1 else _made(add_up, *add_up_parts(call, made, call.capability), **of)
+        found = _attend_programs[key] = run, then
+    run, then = found
+    sums = tops = args.out
+    if then is not None:
+        sums = _memory(device, 4 * made.splits * call.rows * call.heads * (call.dim + 2))
+        tops = sums[made.splits * call.rows * call.heads * call.dim :]
     arrays = (
         args.qkv, args.cos, args.sin, args.positions, args.keys, args.values, args.q_norm, args.k_norm, args.out,
-        sums, counts,
+        sums, tops,
     )  # fmt: skip
     numbers = (call.room, args.eps, args.scale * 1.4426950408889634)
     with in_turn:
-        run((made.splits, call.kv_heads, call.rows), (*_addresses(run, arrays), *numbers))
+        run((made.splits, call.kv_heads * _parts(call), call.rows), (*_addresses(run, arrays), *numbers))
+        if then is not None:
+            then((call.rows * call.heads, 1, 1), _addresses(then, (sums, tops, args.out)))
 
 
-def scratch_of(call: AttendCall, made: Attend) -> tuple[int, int]:
-    """Bytes of what splits found, and of counters."""
-    if made.splits == 1:
-        return 0, 0
-    return 4 * made.splits * call.rows * call.heads * (call.dim + 2), 4 * call.rows * call.kv_heads
+def _memory(device: Any, nbytes: int) -> Any:
+    """f32 for what splits find."""
+    import torch
+
+    if device.type != "cuda":
+        return torch.empty(nbytes // 4)
+    return workspace(device, nbytes).view(torch.float32)
 
 
-def _made(kernel: Any, signature: Any, constants: Any, warps: int, *, device: Any, early: bool) -> Program:
+def _made(
+    kernel: Any, signature: Any, constants: Any, warps: int, *, device: Any, early: bool, registers: int | None = None
+) -> Program:
     constants = constants | {"EARLY": constants["EARLY"] and early}
-    return program(kernel, signature, constants, device=device, warps=warps, pdl=constants["EARLY"])
+    pdl = constants["EARLY"]
+    return program(kernel, signature, constants, device=device, warps=warps, pdl=pdl, maxnreg=registers)
 
 
 def _addresses(run: Program, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -247,8 +275,6 @@ def _refuse_attend(call: AttendCall) -> tuple[str, ...]:
     reasons = _why_not(call)
     if call.dim > MOST_DIM or call.dim % 8:
         reasons.append(f"takes heads of multiples of 8 up to {MOST_DIM} values, not {call.dim}")
-    if call.heads > MOST_GROUP * call.kv_heads:
-        reasons.append(f"takes up to {MOST_GROUP} query heads for a key head, not {call.heads // call.kv_heads}")
     return tuple(reasons)
 
 
@@ -262,7 +288,9 @@ def _load_gate(call: GateCall) -> None:
 
 def _load_attend(call: AttendCall) -> None:
     made = configure(call)
-    _compile("attend", call, *attend_parts(call, made, call.capability), made.warps)
+    _compile("attend", call, *attend_parts(call, made, call.capability))
+    if made.splits > 1:
+        _compile("add_up", call, *add_up_parts(call, made, call.capability))
 
 
 def _compile(name: str, call: StepCall, signature: Any, constants: Any, warps: int) -> None:

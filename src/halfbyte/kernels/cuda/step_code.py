@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LOG2E = tl.constexpr(1.4426950408889634)
 SILU = tl.constexpr("silu")
 GELU = tl.constexpr("gelu")
 GELU_TANH = tl.constexpr("gelu_tanh")
@@ -40,27 +39,11 @@ def _rounded(v, TO: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _operand(v, BITS: tl.constexpr):
-    """What ``tl.dot`` takes."""
-    return _wide(v, BITS) if BITS else v
-
-
-@triton.jit
 def _ask(at):
     """Ask for the lines at addresses to come to L2, which needs no order with who writes them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64, bitcast=True)], dtype=tl.int32,
         is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _ask_many(at, nbytes):
-    """The same of so many bytes from an address on, both multiples of 16; one thread asks."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred first; mov.u32 $0, %tid.x; setp.eq.u32 first, $0, 0; "
-        "@first cp.async.bulk.prefetch.L2.global [$1], $2; }",
-        "=r,l,r", [at.to(tl.int64, bitcast=True), nbytes], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -153,63 +136,33 @@ def _activated(g, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _head(
-    x, norm, cos, sin, row, d, eps, D: tl.constexpr, NORM: tl.constexpr, TO: tl.constexpr, BITS: tl.constexpr
-):  # fmt: skip
-    """Rows of D values, normalized if NORM, and rotated: f32 that were rounded.
-
-    Args:
-        x: addresses of the rows, (R, 1).
-        norm: (D,).
-        cos: of the position.
-        sin: of the position.
-        row: (R, 1), whether there is a row.
-        d: (1, a power of two), from 0 on.
-    """
-    inside = d < D
-    other = tl.where(d < D // 2, d + D // 2, d - D // 2)
-    v = _wide(tl.load(x + d, mask=row & inside, other=0), BITS)
-    turned = _wide(tl.load(x + other, mask=row & inside, other=0), BITS)
-    if NORM:
-        factor = tl.rsqrt(tl.sum(v * v, 1, keep_dims=True) / D + eps)
-        w = _wide(tl.load(norm + d, mask=inside, other=0), BITS)
-        w_other = _wide(tl.load(norm + other, mask=inside, other=0), BITS)
-        v = _rounded(_rounded(v * factor, TO, BITS) * w, TO, BITS)
-        turned = _rounded(_rounded(turned * factor, TO, BITS) * w_other, TO, BITS)
-    c = tl.load(cos + d, mask=inside, other=0.0)
-    s = tl.load(sin + d, mask=inside, other=0.0)
-    return _rounded(v * c + tl.where(d < D // 2, -turned, turned) * s, TO, BITS)
+def _normed(v, factor, norm, d, D: tl.constexpr, TO: tl.constexpr, BITS: tl.constexpr):
+    w = _wide(tl.load(norm + d, mask=d < D, other=0), BITS)
+    return _rounded(_rounded(v * factor, TO, BITS) * w, TO, BITS)
 
 
 @triton.jit
-def _add_up(
-    sums, tops, weights, out, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, S: tl.constexpr, SP: tl.constexpr,
-    CHUNK: tl.constexpr, TO: tl.constexpr, BITS: tl.constexpr,
+def _head(
+    x, norm, c, s, d, other, eps, D: tl.constexpr, NORM: tl.constexpr, TO: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """What S splits found, (S, G, D), to the result, (G, D)."""
-    GP: tl.constexpr = triton.next_power_of_2(G)
-    g = tl.arange(0, GP)[None, :]
-    d = tl.arange(0, DP)[None, None, :]
-    each = tl.arange(0, SP)[:, None]
-    there = (each < S) & (g < G)
-    level = tl.max(tl.load(tops + each * G + g, mask=there, other=float("-inf"), cache_modifier=".cg"), 0)
-    level = tl.where(level == float("-inf"), 0.0, level)
-    total = tl.zeros([GP, DP], tl.float32)
-    weight = tl.zeros([GP], tl.float32)
-    for i in tl.static_range(0, S, CHUNK):
-        each = i + tl.arange(0, CHUNK)[:, None]
-        there = (each < S) & (g < G)
-        place = each * G + g
-        top = tl.load(tops + place, mask=there, other=float("-inf"), cache_modifier=".cg")
-        found = tl.load(weights + place, mask=there, other=0.0, cache_modifier=".cg")
-        inside = there[:, :, None] & (d < D)
-        part = tl.load(sums + place[:, :, None] * D + d, mask=inside, other=0.0, cache_modifier=".cg")
-        factor = tl.exp2(top - level[None, :])
-        weight += tl.sum(found * factor, 0)
-        total += tl.sum(part * factor[:, :, None], 0)
-    g = tl.arange(0, GP)[:, None]
-    d = tl.arange(0, DP)[None, :]
-    tl.store(out + g * D + d, _narrow(total / weight[:, None], TO, BITS), mask=(g < G) & (d < D))
+    """D values from x on, normalized if NORM, and rotated: f32 that were rounded; the same in each slot.
+
+    Args:
+        x: their address.
+        norm: (D,).
+        c: their cosines.
+        s: their sines.
+        d: (slots, 1, a power of two), places of values.
+        other: of those that they are rotated with.
+        eps: of the norm.
+    """
+    v = _wide(tl.load(x + d, mask=d < D, other=0), BITS)
+    turned = _wide(tl.load(x + other, mask=d < D, other=0), BITS)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(v * v, 2, keep_dims=True) / D + eps)
+        v = _normed(v, factor, norm, d, D, TO, BITS)
+        turned = _normed(turned, factor, norm, other, D, TO, BITS)
+    return _rounded(v * c + tl.where(d < D // 2, -turned, turned) * s, TO, BITS)
 
 
 @triton.jit
@@ -224,30 +177,29 @@ def attend(
     k_norm,
     out,
     sums,
-    counts,
+    tops,
     T,
     eps,
     scale,
     D: tl.constexpr,
     DP: tl.constexpr,
     G: tl.constexpr,
+    GROUP: tl.constexpr,
     HKV: tl.constexpr,
-    N: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
     S: tl.constexpr,
-    SP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    AHEAD: tl.constexpr,
-    STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     BITS: tl.constexpr,
     EARLY: tl.constexpr,
+    SETTLED: tl.constexpr,
 ):
-    """The share of one split in the attention of G query heads to one key head of a sequence.
+    """The share of one split in the attention of up to GROUP of the G query heads of a key head, in a sequence.
 
-    Split s of S has blocks s, s + S, ... of N entries. The one that would have entry p takes it from qkv, and writes it
-    to the cache. What splits found is added up by the last of them, in the order of splits.
+    Split s of S has blocks s, s + S, ... of W R entries, R slots one of each R. The split that would have entry p takes
+    it from qkv, and writes it to the cache. A slot holds in registers what it found, and slots are added up at the end.
 
     Args:
         qkv: (B, (HKV G + 2 HKV) D).
@@ -258,110 +210,161 @@ def attend(
         values: (B, HKV, T, D).
         q_norm: (D,), if Q_NORM.
         k_norm: (D,), if K_NORM.
-        out: (B, HKV G D).
-        sums: f32, (B HKV, S, G, D), then the maxima and the sums of weights, (2, B HKV, S, G).
-        counts: i32, B HKV zeros; zeros again at the end.
+        out: (B, HKV G D), if S is 1.
+        sums: (B, HKV G, S, D) f32, if not.
+        tops: (B, HKV G, S, 2) f32, if not: maxima of scores, and sums of weights.
         T: room of the cache.
         eps: of the norms.
         scale: of scores, times log2(e).
         D: of a head, even.
         DP: a power of two, at least D.
-        G: query heads of a key head, at most 16.
+        G: query heads of a key head.
+        GROUP: those of a program.
         HKV: key heads.
-        N: entries of a block.
+        R: slots.
+        W: entries of a slot in a block.
         S: splits.
-        SP: a power of two, at least S.
-        CHUNK: splits that are added up at once, a power of two.
-        AHEAD: blocks of a split that are asked for into L2 before the wait.
-        STAGES: blocks on their way.
         WINDOW: entries that are seen at the most; 0 for all.
         Q_NORM: whether q is normalized.
         K_NORM: whether k is.
         BITS: whether bfloat16 comes as integers.
         EARLY: it starts before the kernel ahead of it ends, and so may the one behind.
+        SETTLED: positions and entries are read before the kernel ahead has ended.
     """
     TO: tl.constexpr = qkv.dtype.element_ty
+    PARTS: tl.constexpr = (G + GROUP - 1) // GROUP
+    N: tl.constexpr = W * R
     split = tl.program_id(0)
-    head = tl.program_id(1)
-    b = tl.program_id(2)
-    pair = b * HKV + head
-    base = pair.to(tl.int64) * T * D
+    head = tl.program_id(1) // PARTS
+    g = tl.program_id(1) % PARTS * GROUP
+    b = tl.program_id(2).to(tl.int64)
+    slot = tl.arange(0, R)[:, None, None]
+    d = tl.arange(0, DP)[None, None, :]
+    entry = tl.arange(0, W)[None, :, None] * R + slot
+    every = d + slot * 0
+    other = tl.where(every < D // 2, every + D // 2, every - D // 2)
+
     if EARLY:
         gdc_launch_dependents()
-        about = tl.load(positions + b, volatile=True)
-        about = tl.minimum(tl.maximum(about, 0), T - 1).to(tl.int32)
-        first = tl.maximum(about + 1 - WINDOW, 0) // N if WINDOW else 0
-        for i in tl.static_range(AHEAD):
-            block = first + (split + S - first % S) % S + i * S
-            if block * N < about:
-                nbytes = tl.minimum(N, T - block * N) * (D * TO.primitive_bitwidth // 8)
-                at = base + block * (N * D)
-                _ask_many(keys + at, nbytes)
-                _ask_many(values + at, nbytes)
-        gdc_wait()
-
-    position = tl.load(positions + b, volatile=True)
+        if not SETTLED:
+            gdc_wait()
+    position = tl.load(positions + b)
     valid = (position >= 0) & (position < T)
     p = tl.where(valid, position, 0).to(tl.int32)
+    stop = tl.where(valid, p, 0)
     first = tl.maximum(p + 1 - WINDOW, 0) if WINDOW else 0
-    d = tl.arange(0, DP)[None, :]
-    g = tl.arange(0, 16)[:, None]
-    heads: tl.constexpr = HKV * (G + 2)
-    row = qkv + (b.to(tl.int64) * heads + head * G) * D
-    cos += p.to(tl.int64) * D
-    sin += p.to(tl.int64) * D
-    q = _head(row + g * D, q_norm, cos, sin, g < G, d, eps, D, Q_NORM, TO, BITS)
-    one = tl.arange(0, 1)[:, None]
-    row = qkv + (b.to(tl.int64) * heads + HKV * G + head) * D
-    k = _head(row + one * D, k_norm, cos, sin, one < 1, d, eps, D, K_NORM, TO, BITS)
-    v = tl.load(row + HKV * D + d, mask=d < D, other=0)
+    block = first // N
+    block += (split + S - block % S) % S
+    base = (b * HKV + head) * T * D
+    keys += base
+    values += base
+    e = block * N + entry
+    there = (e < stop) & (e >= first) & (d < D)
+    ks = tl.load(keys + e * D + d, mask=there, other=0)
+    vs = tl.load(values + e * D + d, mask=there, other=0)
+    c = tl.load(cos + p.to(tl.int64) * D + every, mask=every < D, other=0.0)
+    s = tl.load(sin + p.to(tl.int64) * D + every, mask=every < D, other=0.0)
+    if EARLY and SETTLED:
+        gdc_wait()
+
+    row = qkv + b * (HKV * (G + 2) * D)
+    at = row + (HKV * G + head) * D
+    k = _head(at, k_norm, c, s, every, other, eps, D, K_NORM, TO, BITS)
+    v = tl.load(at + HKV * D + every, mask=every < D, other=0)
     owner = (p // N) % S == split
-    at = base + p.to(tl.int64) * D
-    tl.store(keys + at + d, _narrow(k, TO, BITS), mask=(d < D) & owner & valid)
-    tl.store(values + at + d, v, mask=(d < D) & owner & valid)
+    mine = (slot == 0) & owner
+    written = mine & valid & (every < D)
+    if PARTS > 1:
+        written &= g == 0
+    tl.store(keys + p * D + every, _narrow(k, TO, BITS), mask=written)
+    tl.store(values + p * D + every, v, mask=written)
+    v = tl.where(valid, _wide(v, BITS), float("nan"))
+    qs = ()
+    top = ()
+    weight = ()
+    acc = ()
+    for i in tl.static_range(GROUP):
+        at = row + (head * G + tl.minimum(g + i, G - 1)) * D
+        q = _head(at, q_norm, c, s, every, other, eps, D, Q_NORM, TO, BITS) * scale
+        qs = qs + (q,)
+        top = top + (tl.max(tl.where((slot == 0) & owner, tl.sum(q * k, 2, keep_dims=True), float("-inf")), 1),)
+        weight = weight + (tl.max(tl.where(mine, 1.0, 0.0), 1),)
+        acc = acc + (tl.sum(tl.where(mine, v, 0.0), 1),)
 
-    score = tl.sum(q * k, 1) * scale
-    top = tl.where(owner, score, float("-inf"))
-    weight = tl.where(owner, 1.0, 0.0) + tl.zeros([16], tl.float32)
-    acc = tl.where(owner, tl.where(valid, _wide(v, BITS), float("nan")), 0.0) + tl.zeros([16, DP], tl.float32)
-    operand = _operand(_narrow(q, TO, BITS), BITS)
-    n = tl.arange(0, N)[:, None]
-    start = first // N
-    start += (split + S - start % S) % S
-    stop = tl.where(valid, (p + N - 1) // N, 0)
-    for block in tl.range(start, stop, S, num_stages=STAGES):
-        entry = block * N + n
-        seen = (entry < p) & (entry >= first)
-        places = base + entry * D + d
-        there = seen if D == DP else seen & (d < D)
-        ks = _operand(tl.load(keys + places, mask=there, other=0), BITS)
-        vs = _operand(tl.load(values + places, mask=there, other=0), BITS)
-        scores = tl.dot(operand, tl.trans(ks), input_precision="ieee") * scale
-        column = block * N + tl.arange(0, N)[None, :]
-        scores = tl.where((column < p) & (column >= first), scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - level[:, None])
-        factor = tl.exp2(top - level)
-        top = higher
-        weight = weight * factor + tl.sum(weights, 1)
-        weights = _operand(_narrow(weights, TO, BITS), BITS)
-        acc = tl.dot(weights, vs, acc * factor[:, None], input_precision="ieee")
+    while block * N < stop:
+        e = (block + S) * N + entry
+        there = (e < stop) & (d < D)
+        ks_next = tl.load(keys + e * D + d, mask=there, other=0)
+        vs_next = tl.load(values + e * D + d, mask=there, other=0)
+        e = block * N + entry
+        seen = (e < stop) & (e >= first)
+        ks = _wide(ks, BITS)
+        vs = _wide(vs, BITS)
+        tops_next = ()
+        weights_next = ()
+        accs_next = ()
+        for i in tl.static_range(GROUP):
+            score = tl.where(seen, tl.sum(ks * qs[i], 2, keep_dims=True), float("-inf"))
+            higher = tl.maximum(top[i], tl.max(score, 1))
+            level = tl.where(higher == float("-inf"), 0.0, higher)
+            each = tl.exp2(score - level[:, None, :])
+            factor = tl.exp2(top[i] - level)
+            tops_next = tops_next + (higher,)
+            weights_next = weights_next + (weight[i] * factor + tl.sum(each, 1),)
+            accs_next = accs_next + (acc[i] * factor + tl.sum(each * vs, 1),)
+        top = tops_next
+        weight = weights_next
+        acc = accs_next
+        ks = ks_next
+        vs = vs_next
+        block += S
 
-    inside = (g < G) & (d < D)
-    out += (b.to(tl.int64) * HKV + head) * (G * D)
-    if S == 1:
-        tl.store(out + g * D + d, _narrow(acc / weight[:, None], TO, BITS), mask=inside)
-    else:
-        pairs = tl.num_programs(1) * tl.num_programs(2)
-        tops = sums + pairs.to(tl.int64) * (S * G * D) + pair * (S * G)
-        both = pairs * (S * G)
-        sums += pair.to(tl.int64) * (S * G * D)
-        row = tl.arange(0, 16)
-        tl.store(sums + split * (G * D) + g * D + d, acc, mask=inside)
-        tl.store(tops + split * G + row, top, mask=row < G)
-        tl.store(tops + both + split * G + row, weight, mask=row < G)
-        tl.debug_barrier()
-        if tl.atomic_add(counts + pair, 1, sem="acq_rel") == S - 1:
-            tl.store(counts + pair, 0)
-            _add_up(sums, tops, tops + both, out, D, DP, G, S, SP, CHUNK, TO, BITS)
+    column = tl.arange(0, DP)
+    for i in tl.static_range(GROUP):
+        here = g + i < G
+        to = b * (HKV * G) + head * G + g + i
+        peak = tl.max(tl.max(top[i], 1), 0)
+        factor = tl.exp2(top[i] - tl.where(peak == float("-inf"), 0.0, peak))
+        total = tl.sum(tl.sum(weight[i] * factor, 1), 0)
+        found = tl.sum(acc[i] * factor, 0)
+        if S == 1:
+            y = _narrow(found / total, TO, BITS)
+            tl.store(out + to * D + column, y, mask=(column < D) & here)
+        else:
+            to = to * S + split
+            tl.store(sums + to * D + column, found, mask=(column < D) & here)
+            tl.store(tops + 2 * to, peak, mask=here)
+            tl.store(tops + 2 * to + 1, total, mask=here)
+
+
+@triton.jit
+def add_up(
+    sums, tops, out, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, BITS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """What the splits of ``attend`` found for one head of a sequence, added up.
+
+    Args:
+        sums: (B Hq, S, D) f32.
+        tops: (B Hq, S, 2) f32.
+        out: (B Hq, D).
+        D: of a head.
+        DP: a power of two, at least D.
+        S: splits.
+        SP: a power of two, at least S.
+        BITS: whether bfloat16 comes as integers.
+        EARLY: it starts before the kernel ahead of it ends, and so may the one behind.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SP)
+    d = tl.arange(0, DP)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    top = tl.load(tops + (row * S + split) * 2, mask=split < S, other=float("-inf"))
+    weight = tl.load(tops + (row * S + split) * 2 + 1, mask=split < S, other=0.0)
+    inside = (split < S)[:, None] & (d < D)[None, :]
+    part = tl.load(sums + (row * S + split[:, None]) * D + d[None, :], mask=inside, other=0.0)
+    factor = tl.exp2(top - tl.max(top, 0))
+    y = tl.sum(part * factor[:, None], 0) / tl.sum(weight * factor, 0)
+    tl.store(out + row * D + d, _narrow(y, out.dtype.element_ty, BITS), mask=d < D)

@@ -1,104 +1,20 @@
-"""Modules that hold NVFP4 weights, and swapping them into a model.
-
-Needs torch; nothing else in halfbyte imports this file.
-"""
+"""A model filled from a checkpoint: its linear layers with NVFP4 weights become those of halfbyte.nn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from halfbyte.errors import HalfbyteError, MissingExtraError, UsageError
-from halfbyte.layouts import Packed
-from halfbyte.operands import as_packed
-from halfbyte.ops import linear, pack
+import torch
+from torch import Tensor
+
+from halfbyte.errors import HalfbyteError, UsageError
+from halfbyte.nn.linear import Linear
+from halfbyte.ops import pack
 from halfbyte.weight import DenseWeight, Fp8Weight, Weight, to_torch
 
-try:
-    import torch
-    from torch import Tensor
-except ImportError:
-    raise MissingExtraError("torch", "torch", "halfbyte.nn") from None
-
-from halfbyte.torch_ops import traced
-
-__all__ = ["Linear", "SwapReport", "swap_linears"]
-
-
-class Linear(torch.nn.Module):
-    """A linear layer on an NVFP4 weight: ``halfbyte.linear(x, weight, bias)``.
-
-    Its buffers are those of the Packed. ``.to(device)`` moves them; ``.to(dtype)``, ``.half()`` and the like change
-    the bias alone: a weight has no other dtype. There is no gradient.
-
-    Args:
-        weight: (N, K); a Weight is packed as rows. NumPy arrays become tensors.
-        bias: (N,) float32, bfloat16 or float16.
-
-    Raises:
-        UsageError: another kind of weight, expert axes, or a bias that does not fit.
-        WeightError: a null weight.
-        LayoutError: a Weight that the layout rows cannot hold.
-    """
-
-    def __init__(self, weight: Packed | Weight, bias: Any = None) -> None:
-        super().__init__()
-        packed = as_packed(weight)
-        if len(packed.shape) != 2:
-            raise UsageError("a Linear holds one matrix", got=packed.shape, expected="(N, K)")
-        self.layout, self._key = packed.layout, packed.key
-        self.out_features, self.in_features = packed.shape
-        for name, buffer in packed.buffers().items():
-            self.register_buffer(name, to_torch(buffer).contiguous())
-        if bias is not None:
-            if tuple(bias.shape) != (self.out_features,):
-                raise UsageError("bias does not fit N", got=tuple(bias.shape), expected=(self.out_features,))
-            if not isinstance(bias, torch.nn.Parameter):
-                bias = torch.nn.Parameter(to_torch(bias), requires_grad=False)
-        self.register_parameter("bias", bias)
-        self._packed: Packed | None = None
-
-    @property
-    def packed(self) -> Packed:
-        """The weight as it is held; its buffers are the module's."""
-        held = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        known = self._packed.buffers() if self._packed is not None else {}
-        if self._packed is None or any(known.get(name) is not buffer for name, buffer in held.items()):
-            self._packed = Packed(self.layout, (self.out_features, self.in_features), held)
-        return self._packed
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., K) to (..., N) in x's dtype."""
-        if torch.compiler.is_compiling():
-            held = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-            return traced(x, self._key, (self.out_features, self.in_features), held, self._parameters["bias"], None)
-        y: Tensor = linear(x, self.packed, self.bias)
-        return y
-
-    def extra_repr(self) -> str:
-        """What ``print(model)`` shows of the layer."""
-        return f"N={self.out_features}, K={self.in_features}, layout={self.layout.key}, bias={self.bias is not None}"
-
-    def get_extra_state(self) -> Tensor:
-        """The layout's key as bytes: equally long buffers of another layout must not be read as this one's."""
-        return torch.tensor(list(self.layout.key.encode()), dtype=torch.uint8)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """UsageError if a state dict's layout is not this module's."""
-        key = bytes(state.tolist()).decode()
-        if key != self.layout.key:
-            raise UsageError("the state dict holds another layout", got=key, expected=self.layout.key)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
-        weights = {id(buffer) for buffer in self._buffers.values()}
-
-        def move(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return moved if id(tensor) not in weights or moved.dtype == tensor.dtype else tensor.to(moved.device)
-
-        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
-        return self
+__all__ = ["SwapReport", "swap_linears"]
 
 
 class Checkpoint(Protocol):

@@ -1,0 +1,132 @@
+"""One token of each sequence through a model taken apart.
+
+::
+
+    tokens -> embed -> per layer [norm, qkv, attend, o, add and norm, gate_up, gate, down] -> norm -> head -> logits
+
+On a GPU nothing here waits for the device, and all tensors that last are those of ``State``: a CUDA graph may hold it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.decoder.families import Decoder, Layer
+from halfbyte.step_ops import add_norm, attend, chain, gate
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What the steps of a batch read and write, in tensors that stay where they are.
+
+    Attributes:
+        tokens: (B,) int64, the tokens that are computed next.
+        counters: (B + 1,) int64; ``positions`` and ``count`` are views of it, so that one addition moves both.
+        positions: (B,), where their keys and values will be written.
+        count: (1,), how many rows of ``log`` are filled.
+        log: (T, B) int64, the tokens that were chosen.
+        keys, values: (layers, B, Hkv, T, D).
+        cos, sin: (T, D) float32.
+        chained: whether all that is between two attentions is one call of ``chain``.
+    """
+
+    tokens: Tensor
+    counters: Tensor
+    positions: Tensor
+    count: Tensor
+    log: Tensor
+    keys: Tensor
+    values: Tensor
+    cos: Tensor
+    sin: Tensor
+    chained: bool
+
+    @staticmethod
+    def empty(decoder: Decoder, batch: int, length: int, *, chained: bool | None = None) -> State:
+        """For B sequences of at most T tokens; by default steps are ``chained`` on a GPU."""
+        device = decoder.device
+        counters = torch.zeros(batch + 1, dtype=torch.int64, device=device)
+        shape = len(decoder.layers), batch, decoder.kv_heads, length, decoder.dim
+        cos, sin = decoder.rotations(length)
+        return State(
+            tokens=torch.zeros(batch, dtype=torch.int64, device=device),
+            counters=counters,
+            positions=counters[:batch],
+            count=counters[batch:],
+            log=torch.zeros(length, batch, dtype=torch.int64, device=device),
+            keys=torch.zeros(shape, dtype=decoder.dtype, device=device),
+            values=torch.zeros(shape, dtype=decoder.dtype, device=device),
+            cos=cos,
+            sin=sin,
+            chained=device.type == "cuda" if chained is None else chained,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(t.nbytes for t in (self.tokens, self.counters, self.log, self.keys, self.values, self.cos, self.sin))
+
+
+def logits_of(decoder: Decoder, state: State) -> Tensor:
+    """Compute ``state.tokens`` at ``state.positions``: their keys and values are cached, their logits (B, V) given."""
+    layers = decoder.layers
+    x, residual = decoder.embed(state.tokens), None
+    qkv: Tensor | None = None
+    for i, layer in enumerate(layers):
+        if qkv is None:
+            normed, residual = add_norm(x, residual, layer.before.weight, layer.before.eps)
+            qkv = layer.qkv(normed)
+        mixed = attend(
+            qkv,
+            state.cos,
+            state.sin,
+            state.positions,
+            state.keys[i],
+            state.values[i],
+            scale=decoder.scale,
+            q_norm=None if layer.q_norm is None else layer.q_norm.weight,
+            k_norm=None if layer.k_norm is None else layer.k_norm.weight,
+            eps=0.0 if layer.q_norm is None else layer.q_norm.eps,
+            window=layer.window,
+        )
+        behind = layers[i + 1] if i + 1 < len(layers) else None
+        if state.chained and layer.chains(behind):
+            x, qkv = _chain(decoder, layer, behind, residual, mixed)
+            residual = None if qkv is None else x
+        else:
+            normed, residual = add_norm(layer.o(mixed), residual, layer.after.weight, layer.after.eps)
+            x = layer.down(normed if layer.gate_up is None else gate(layer.gate_up(normed), decoder.activation))
+            qkv = None
+    normed, _ = add_norm(x, residual, decoder.norm.weight, decoder.norm.eps)
+    return decoder.head(normed)
+
+
+def _chain(
+    decoder: Decoder, layer: Layer, behind: Layer | None, residual: Any, mixed: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """All of a layer behind its attention, and the next layer's qkv."""
+    o, gate_up, down = (product.packed for product in (layer.o, layer.gate_up, layer.down) if product is not None)
+    after: dict[str, Any] = {}
+    if behind is not None:
+        after = {"norm2": behind.before.weight, "qkv_next": behind.qkv.packed, "qkv_bias": behind.qkv.bias}
+        after["eps2"] = behind.before.eps
+    assert o is not None and gate_up is not None and down is not None
+    assert layer.gate_up is not None
+    return chain(
+        residual,
+        mixed,
+        o,
+        layer.after.weight,
+        layer.after.eps,
+        gate_up,
+        down,
+        activation=decoder.activation,
+        o_bias=layer.o.bias,
+        gate_up_bias=layer.gate_up.bias,
+        down_bias=layer.down.bias,
+        **after,
+    )

@@ -1,0 +1,194 @@
+"""Quantized layers put into a transformers model: placeholders first, then the layers, one at a time."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from halfbyte import nn
+from halfbyte.checkpoint.reader import Checkpoint
+from halfbyte.errors import HalfbyteError, UsageError
+from halfbyte.hf.fusing import experts_of, packed_for
+from halfbyte.hf.names import Names
+from halfbyte.hf.pending import Pending
+from halfbyte.hf.plan import Layer, Stack, plan
+from halfbyte.hf.reading import read_dense, read_fp8, read_input_scale, read_stack, read_weight
+from halfbyte.hf.report import Entry, LoadReport
+from halfbyte.hf.saving import attach
+from halfbyte.layouts import Packed
+from halfbyte.modules import Module, kv_format
+from halfbyte.weight import Weight
+
+
+class Filling:
+    """A model of which transformers loads what is dense.
+
+    Making one proves the checkpoint against the model and puts placeholders in; ``finish`` puts the layers in.
+
+    Args:
+        model: of transformers, on meta.
+        checkpoint: its files.
+        dtype: of activations.
+        options: fuse, precision, layout and device.
+    """
+
+    def __init__(self, model: Any, checkpoint: Checkpoint, dtype: Any, options: Any) -> None:
+        self.started = time.perf_counter()
+        checkpoint.require_readable()
+        self.model, self.checkpoint, self.options = model, checkpoint, options
+        self.dtype = dtype or torch.get_default_dtype()
+        self.names = Names(model)
+        self.plan = plan(model, checkpoint, self.names, options.fuse)
+        self.head = _path_of(model, model.get_output_embeddings())
+        self.report = LoadReport(
+            str(checkpoint.path), checkpoint.dialect_name, notes=self.plan.notes, kv=kv_format(checkpoint.headers)
+        )
+        self._place()
+
+    def _place(self) -> None:
+        sizes: dict[str, int] = {}
+        for layer in (layer for group in self.plan.groups for layer in group):
+            sizes |= {layer.path: _size([layer.module]), **dict.fromkeys(layer.tied, 0)}
+        for stack in self.plan.stacks:
+            sizes[stack.path] = _size([part for parts in (*stack.gate_up, *stack.down) for part in parts])
+        self.old = {path: self.model.get_submodule(path) for path in sizes}
+        for path, size in sizes.items():
+            _put(self.model, path, Pending(size))
+        for key in self.plan.untied:
+            self.model.all_tied_weights_keys.pop(key, None)
+        self.ignored = self.model._keys_to_ignore_on_load_unexpected
+        self.model._keys_to_ignore_on_load_unexpected = {""}  # all that is left has been judged
+
+    def finish(self) -> None:
+        """Put the layers where their placeholders lie, and say in ``model.halfbyte`` what became of what."""
+        self.model._keys_to_ignore_on_load_unexpected = self.ignored
+        if self.options.device is not None:
+            self.model.to(self.options.device)
+        self.model._weight_conversions = [t for t in self.names.transforms if t.was_used()]
+        dense: dict[str, int] = defaultdict(int)
+        for tensor in {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}.values():
+            dense[str(tensor.device)] += tensor.nbytes
+        with torch.no_grad():
+            for group in self.plan.groups:
+                self._layers(group)
+            for stack in self.plan.stacks:
+                self._experts(stack)
+        self.report.kept = {t.name: read_dense(self.checkpoint, t) for t in self.plan.kept}
+        self.report.entries += [Entry("", "dense", "", "", device, size) for device, size in dense.items()]
+        self.report.seconds = time.perf_counter() - self.started
+        self.model.halfbyte = self.report
+        attach(self.model)
+
+    def _layers(self, group: list[Layer]) -> None:
+        """One layer, or those that become one product."""
+        first, modules = group[0], [layer.module for layer in group]
+        device = self._device(first.path)
+        biases = [layer.bias and read_dense(self.checkpoint, layer.bias, self.dtype, device) for layer in group]
+        own = {"out_dtype": torch.float32 if first.path == self.head else None, "precision": self.options.precision}
+        if first.module.kind == "fp8":
+            fp8 = read_fp8(self.checkpoint, first.module, device)
+            if own["precision"] != "fp8" or fp8.block is not None:
+                own["precision"] = None
+            self._put(first, nn.Fp8Linear(fp8, biases[0], **own))
+            return
+        inputs = [read_input_scale(self.checkpoint, module) for module in modules]
+        one = inputs[0] if len(set(inputs)) == 1 else None
+        weight = read_weight(self.checkpoint, modules).torch(device).replace(input_scale=one)
+        packed = self._packed(first.path, weight)
+        if first.embedding:
+            self._put(first, nn.Embedding(packed, dtype=self.dtype))
+        elif len(group) == 1:
+            self._put(first, nn.Linear(packed, biases[0], **own))
+        else:
+            sizes, scales = [module.shape[0] for module in modules], inputs if one is None and any(inputs) else None
+            made = nn.Group(packed, sizes, biases, **own, input_scales=scales)
+            for layer, part in zip(group, made.parts(), strict=True):
+                self._put(layer, part)
+
+    def _experts(self, stack: Stack) -> None:
+        device, stacks = self._device(stack.path), []
+        for name, layers in (("gate_up_proj", stack.gate_up), ("down_proj", stack.down)):
+            inputs = [{read_input_scale(self.checkpoint, part) for part in parts} for parts in layers]
+            one: Any = None
+            if all(len(scales) == 1 and None not in scales for scales in inputs):
+                one = torch.tensor([scales.pop() for scales in inputs], device=device)
+            elif any(scales != {None} for scales in inputs):
+                note = "input scales that some layers of an expert lack, or that differ, are not held"
+                self.report.notes.append(f"{stack.path}.{name}: {note}")
+            weight = read_stack(self.checkpoint, layers).torch(device).replace(input_scale=one)
+            stacks.append(self._packed(f"{stack.path}.{name}", weight))
+        self._put(stack, experts_of(self.old[stack.path], *stacks))
+
+    def _packed(self, path: str, weight: Weight) -> Packed:
+        try:
+            packed, note = packed_for(weight, self.options.layout, self.dtype)
+        except HalfbyteError as error:
+            error.tensor = error.tensor or path
+            raise
+        if note:
+            self.report.notes.append(f"{path}: {note}")
+        return packed
+
+    def _put(self, what: Layer | Stack, made: Any) -> None:
+        """Put a module, and those that share its weight, where placeholders are."""
+        module = what.module if isinstance(what, Layer) else None
+        layout = "" if isinstance(made, nn.Fp8Linear) else made.layout.key
+        size = sum(t.nbytes for t in (*made.parameters(), *made.buffers()))
+        self.report.entries.append(
+            Entry(what.path, module.kind if module else "nvfp4", type(made).__name__, layout, self._at(what.path), size)
+        )
+        self._replace(what.path, made)
+        for path in what.tied if isinstance(what, Layer) else ():
+            self._replace(path, self._shared(path, made))
+
+    def _at(self, path: str) -> str:
+        return str(self._device(path))
+
+    def _shared(self, path: str, holder: Any) -> torch.nn.Module:
+        """A module with the weight of another."""
+        device = self._device(path)
+        packed = holder.packed
+        if packed.buffers()["scale2"].device != device:
+            self.report.notes.append(f"{path}: on another device than the weight it shares, so there is a copy")
+            packed = packed.to(device)
+            holder = None
+        if type(self.old[path]) is torch.nn.Embedding:
+            return nn.Embedding(packed, dtype=self.dtype)
+        own = {"out_dtype": torch.float32 if path == self.head else None, "precision": self.options.precision}
+        return nn.Linear(packed, **own) if holder is None else nn.TiedLinear(holder, **own)
+
+    def _device(self, path: str) -> torch.device:
+        """Where transformers put a placeholder."""
+        place: torch.Tensor = self.model.get_submodule(path).place
+        if place.is_meta:
+            hint = "give it a device in device_map, or more memory"
+            raise UsageError("NVFP4 layers are not offloaded", tensor=path, hint=hint)
+        return place.device
+
+    def _replace(self, path: str, made: torch.nn.Module) -> None:
+        made.train(self.model.training)
+        hook = getattr(self.model.get_submodule(path), "_hf_hook", None)
+        if hook is not None:  # accelerate's, which moves activations between devices
+            from accelerate.hooks import add_hook_to_module  # type: ignore[import-untyped]
+
+            add_hook_to_module(made, hook)
+        _put(self.model, path, made)
+
+
+def _size(modules: Iterable[Module]) -> int:
+    """Bytes of the tensors of some modules."""
+    return sum(tensor.nbytes for module in modules for tensor in module.roles.values())
+
+
+def _path_of(model: Any, wanted: Any) -> str | None:
+    """The name of a module in a model."""
+    return next((name for name, module in model.named_modules() if module is wanted), None) if wanted else None
+
+
+def _put(model: Any, path: str, module: torch.nn.Module) -> None:
+    parent, _, child = path.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

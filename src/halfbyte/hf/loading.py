@@ -1,0 +1,110 @@
+"""``from_pretrained``: a transformers model from any checkpoint that ``halfbyte.open`` reads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from halfbyte.checkpoint.reader import open_checkpoint
+from halfbyte.errors import UsageError
+from halfbyte.hf.quantizer import METHOD, HalfbyteConfig, Options
+from halfbyte.modules import quant_section
+
+_REFUSED: Final = {
+    "subfolder": "pass the path of the folder itself",
+    "state_dict": "pass a directory",
+    "gguf_file": "convert the file first",
+    "quantization_config": "the checkpoint's tensors say how they are quantized",
+    "revision": "download it, and pass the directory",
+    "variant": "pass a directory that holds one checkpoint",
+    "key_mapping": "tensors go by the names of the checkpoint",
+    "tp_plan": "pass device_map",
+}
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    device_map: Any = None,
+    fuse: bool = True,
+    precision: str | None = None,
+    layout: str | None = None,
+    **options: Any,
+) -> Any:
+    """Load a model of transformers from an NVFP4 checkpoint of any dialect that is read; its weights stay packed.
+
+    Args:
+        path: a directory, or a name on the hub (from the local cache first).
+        dtype: of what is dense, and of activations; by default the config's.
+        device_map: as transformers takes it; NVFP4 layers are packed on their device.
+        fuse: whether layers of one input (q, k and v; gate and up) become one product where they can.
+        precision: of the products of NVFP4 layers; see ``halfbyte.linear``.
+        layout: the key of a layout for all NVFP4 layers; by default "fragments" of the model's dtype on an NVIDIA GPU
+            where Triton is at hand, else "rows".
+        options: what transformers' ``from_pretrained`` takes beside.
+
+    Returns:
+        The model, of the class that its config names; ``model.halfbyte`` is a LoadReport.
+
+    Raises:
+        FormatError: no such checkpoint, or one that is not sound: a scale is missing, NaN or negative.
+        UsageError: a tensor that the model has no place for, a part of the model without data, or an option that
+            cannot be meant. Each error names the tensor; no model is made then.
+    """
+    for name, hint in _REFUSED.items():
+        if options.get(name) not in (None, "", "main"):
+            raise UsageError(f"{name} is not taken here", got=repr(options[name])[:80], hint=hint)
+        options.pop(name, None)
+    folder, section = _located(path, bool(options.get("local_files_only")))
+    trusted = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
+    config = options.pop("config", None) or AutoConfig.from_pretrained(folder, **trusted)
+    device = _one_device(device_map)
+    config.quantization_config = HalfbyteConfig(section, METHOD, Options(fuse, precision, layout, device))
+    if dtype is not None:
+        options["dtype"] = dtype
+    if device is None:
+        options["device_map"] = device_map
+    return _class_of(config).from_pretrained(folder, config=config, **options)
+
+
+def _one_device(device_map: Any) -> torch.device | None:
+    """The device on which a device_map puts all of a model; None where it tells more, or nothing."""
+    if isinstance(device_map, dict) and device_map.keys() == {""}:
+        device_map = device_map[""]
+    if isinstance(device_map, dict) or device_map in (None, "auto", "balanced", "balanced_low_0", "sequential", "disk"):
+        return None
+    try:
+        return torch.device(device_map)
+    except (RuntimeError, TypeError):
+        raise UsageError("not a device", got=repr(device_map), expected='such as "cuda", "cpu" or "auto"') from None
+
+
+def _located(path: str | os.PathLike[str], local_only: bool) -> tuple[Path, dict[str, Any]]:
+    """The directory of a checkpoint, and its quantization_config."""
+    if local_only and not Path(path).exists():
+        import huggingface_hub as hub
+
+        path = hub.snapshot_download(os.fspath(path), local_files_only=True)
+    checkpoint = open_checkpoint(path)
+    checkpoint.require_readable()
+    if not checkpoint.path.is_dir():
+        raise UsageError("a model is loaded from a directory", got=str(checkpoint.path), expected="its config, too")
+    return checkpoint.path, dict(quant_section(checkpoint.headers))
+
+
+def _class_of(config: Any) -> Any:
+    """The class of transformers that a config names."""
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or {}
+    )
+    return AutoModelForCausalLM if causal else AutoModel

@@ -1,0 +1,407 @@
+"""``plan``: which kernels would run a checkpoint, told from its headers, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkpoints import (
+    CONFIG,
+    GOLDENS,
+    HIDDEN,
+    VOCAB,
+    K,
+    Q,
+    V,
+    call,
+    check_failure,
+    environment,
+    expert_weights,
+    floats,
+    fp8,
+    make_dense,
+    make_float,
+    modelopt_section,
+    named,
+    nvfp4,
+    raw_safetensors,
+    run_cli,
+    save,
+    split_experts,
+    stacked_experts,
+    write_json,
+)
+from halfbyte.errors import UnavailableError, UsageError
+from halfbyte.kernels.cuda.ceilings import CEILINGS
+from halfbyte.kernels.cuda.choices import SHIPPED
+from halfbyte.products import products, touched
+from halfbyte.tools.plan import plan
+
+HOPPER = "cuda:sm_90"
+H200 = CEILINGS["NVIDIA H200"]
+LLAMA = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+"""The products of Llama 3 8B, (N, K)."""
+
+
+@pytest.fixture(autouse=True)
+def _shipped_choices(monkeypatch):
+    monkeypatch.setenv("HALFBYTE_CHOICES", "none")
+
+
+def layer(report, end):
+    (found,) = [one for one in report.facts["layers"] if one["name"].endswith(end)]
+    return found
+
+
+def at(one, tokens):
+    (found,) = [made for made in one["plans"] if made["tokens"] == tokens]
+    return found
+
+
+def hollow(path: Path, layers: int = 2, head: str = "BF16") -> Path:
+    """Llama 3 8B with few layers, of which only the headers are real: the rest is a hole in the file."""
+    shapes = {
+        **{f"self_attn.{part}_proj": (n, 4096) for part, n in (("q", 4096), ("k", 1024), ("v", 1024), ("o", 4096))},
+        **{f"mlp.{part}_proj": (14336, 4096) for part in ("gate", "up")},
+        "mlp.down_proj": (4096, 14336),
+    }
+    tensors = {"model.embed_tokens.weight": ("BF16", [128256, 4096]), "lm_head.weight": (head, [128256, 4096])}
+    for i in range(layers):
+        tensors[f"model.layers.{i}.input_layernorm.weight"] = ("BF16", [4096])
+        for name, (n, k) in shapes.items():
+            base = f"model.layers.{i}.{name}.weight"
+            tensors |= {base: ("U8", [n, k // 2]), f"{base}_scale": ("F8_E4M3", [n, k // 16])}
+            tensors[f"{base}_scale_2"] = ("F32", [])
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = {"BF16": 2, "U8": 1, "F8_E4M3": 1, "F32": 4}[dtype]
+        for axis in shape:
+            size *= axis
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    path.mkdir()
+    file = raw_safetensors(path / "model.safetensors", header)
+    with file.open("r+b") as handle:
+        handle.truncate(file.stat().st_size + end)
+    config = {
+        "model_type": "llama", "dtype": "bfloat16", "hidden_size": 4096, "num_hidden_layers": layers,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False,
+        "quantization_config": modelopt_section(),
+    }  # fmt: skip
+    write_json(path / "config.json", config)
+    return path
+
+
+def microseconds(kernel: str, shape: tuple[int, int], rows: int) -> float:
+    """What the shipped file says was measured."""
+    held = json.loads(SHIPPED.read_text())["choices"]
+    (entry,) = [one for one in held if one["op"] == "linear" and tuple(one["shape"]) == shape]
+    times = [one["microseconds"] for one in entry["kernels"][kernel]["rows"]]
+    return next(held[str(rows)] for held in times if str(rows) in held)
+
+
+class TestGpu:
+    def test_measured_times(self, tmp_path):
+        report = plan(hollow(tmp_path / "a"), device=HOPPER, tokens=[1])
+        names = ("q_proj+k_proj+v_proj", "o_proj", "gate_proj+up_proj", "down_proj")
+        total = 0.0
+        for name, shape in zip(names, LLAMA.values(), strict=True):
+            one = layer(report, name)
+            made = at(one, 1)
+            assert (tuple(one["shape"]), one["count"], one["layout"]) == (shape, 2, "fragments(dtype=bfloat16)")
+            assert made["kernel"] == "gluon-decode"
+            assert "warps=" in made["configuration"]
+            n, k = shape
+            assert made["why"] == f"best on NVIDIA H200 at {n}x{k}, measured 2026-11-30, shipped"
+            assert made["expected"] == pytest.approx(1e-6 * microseconds("gluon-decode", shape, 1), rel=0.01)
+            assert made["seconds"] == 2 * made["expected"]
+            assert made["share"] == made["least"] / made["expected"] < 1
+            held = n * k // 2 + n * k // 16 + 4 * (n if "+" in name else 1)
+            assert (one["bytes"], one["held"]) == (held, 2 * held)
+            assert made["bytes"] == held + 2 * (n + k)
+            assert made["least"] == pytest.approx(made["bytes"] / H200.read + H200.start)
+            total += made["seconds"]
+        head = at(layer(report, "lm_head"), 1)
+        size = 2 * 128256 * 4096
+        assert (head["kernel"], head["why"], head["expected"]) == ("torch", "stored as BF16", None)
+        assert head["seconds"] == head["least"] == (size + 2 * (128256 + 4096)) / H200.read + H200.start
+        (step,) = report.facts["steps"]
+        assert step["seconds"] == pytest.approx(total + head["least"])
+        assert step["tokens_per_second"] == pytest.approx(1 / step["seconds"])
+        assert step["not_measured"] == ["lm_head"]
+        read = size + sum(one["held"] for one in report.facts["layers"] if one["kind"] == "nvfp4")
+        assert step["weight_bytes"] == read
+        assert step["bound_tokens_per_second"] == pytest.approx(H200.read / read)
+
+    def test_more_tokens_take_another_kernel(self, tmp_path):
+        report = plan(hollow(tmp_path / "a"), device=HOPPER, tokens=[1, 16, 512])
+        down = layer(report, "down_proj")
+        assert [at(down, m)["kernel"] for m in (1, 16, 512)] == ["gluon-decode", "gluon-decode", "gluon-gemm"]
+        assert at(down, 512)["scratch_bytes"] > 0
+        assert report.facts["memory"]["scratch"] >= at(down, 512)["scratch_bytes"]
+        bounds = [step["bound_tokens_per_second"] for step in report.facts["steps"]]
+        assert bounds == pytest.approx([bounds[0], 16 * bounds[0], 512 * bounds[0]])
+
+    def test_fp8(self, tmp_path):
+        report = plan(hollow(tmp_path / "a"), device=HOPPER, tokens=[1, 512], precision="fp8")
+        gate = layer(report, "gate_proj+up_proj")
+        assert [at(gate, m)["kernel"] for m in (1, 512)] == ["gluon-decode", "gluon-fp8"]
+        assert at(gate, 512)["expected"] < at(layer(plan(tmp_path / "a", device=HOPPER), "up_proj"), 512)["expected"]
+
+    def test_apart(self, tmp_path):
+        report = plan(hollow(tmp_path / "a"), device=HOPPER, fuse=False)
+        shapes = {one["name"].rpartition(".")[2]: tuple(one["shape"]) for one in report.facts["layers"]}
+        assert shapes == {
+            "q_proj": (4096, 4096), "k_proj": (1024, 4096), "v_proj": (1024, 4096), "o_proj": (4096, 4096),
+            "gate_proj": (14336, 4096), "up_proj": (14336, 4096), "down_proj": (4096, 14336),
+            "lm_head": (128256, 4096),
+        }  # fmt: skip
+
+    def test_memory(self, tmp_path):
+        memory = plan(hollow(tmp_path / "a"), device=HOPPER).facts["memory"]
+        codes = 2 * sum(n * k * 9 // 16 for n, k in LLAMA.values()) + 2 * 4 * (6144 + 28672 + 1 + 1)
+        rows = 2 * 128256 * 4096
+        assert memory == {
+            "nvfp4": codes, "fp8": 0, "dense": 0, "head": rows, "embedding": rows, "other": 2 * 2 * 4096,
+            "held_twice": 0, "weights": codes + 2 * rows + 4 * 4096, "scratch": memory["scratch"],
+            "cache_of_1000_tokens": 1000 * 2 * 2 * 8 * 128 * 2,
+        }  # fmt: skip
+
+    def test_layouts(self, tmp_path):
+        """K = 48 is padded to 64 in fragments; rows have no such padding, and torch decodes them in each call."""
+        path = make_dense(tmp_path / "a")
+        down = layer(plan(path, device=HOPPER), "down_proj")
+        assert down["bytes"] == 32 * 64 // 2 + 32 * 4 + 4
+        down = layer(plan(path, device=HOPPER, layout="rows"), "down_proj")
+        assert (down["bytes"], at(down, 1)["kernel"]) == (32 * 48 // 2 + 32 * 3 + 4, "reference-torch")
+        none = at(layer(plan(path, device=HOPPER, layout="marlin"), "o_proj"), 1)
+        assert (none["kernel"], none["seconds"]) == (None, None)
+        assert none["why"].startswith("no kernel computes linear with layout marlin")
+
+    def test_what_was_not_measured(self, tmp_path):
+        report = plan(make_dense(tmp_path / "a"), device="cuda:sm_80")
+        down = at(layer(report, "down_proj"), 1)
+        assert (down["kernel"], down["least"], down["expected"]) == ("triton-decode", None, None)
+        (step, *_) = report.facts["steps"]
+        assert (step["seconds"], step["bound_tokens_per_second"], report.facts["gpu"]) == (None, None, None)
+
+
+class TestForms:
+    def test_the_small_model(self, tmp_path):
+        report = plan(make_dense(tmp_path / "a", layers=3), device=HOPPER)
+        found = {one["name"]: (one["kind"], tuple(one["shape"]), one["count"]) for one in report.facts["layers"]}
+        prefix = "model.layers.*."
+        assert found == {
+            f"{prefix}self_attn.q_proj+k_proj+v_proj": ("nvfp4", (64, 32), 3),
+            f"{prefix}self_attn.o_proj": ("nvfp4", (32, 32), 3),
+            f"{prefix}mlp.gate_proj+up_proj": ("nvfp4", (96, 32), 3),
+            f"{prefix}mlp.down_proj": ("nvfp4", (32, 48), 3),
+            "lm_head": ("dense", (64, 32), 1),
+        }
+
+    @pytest.mark.parametrize("why", ["k_proj dense", "v_proj missing", "k_proj has a pre_scale", "another K"])
+    def test_parts_that_do_not_fit_stay_apart(self, tmp_path, why):
+        def change(tensors):
+            part = {"v_proj missing": V}.get(why, K)
+            for name in [name for name in tensors if name.startswith(f"{part}.")]:
+                if why != "k_proj has a pre_scale":
+                    del tensors[name]
+            if why == "k_proj dense":
+                tensors[f"{K}.weight"] = floats(16, HIDDEN)
+            if why == "k_proj has a pre_scale":
+                tensors[f"{K}.pre_quant_scale"] = floats(1, HIDDEN)[0]
+            if why == "another K":
+                tensors |= named("modelopt", K, nvfp4(16, 2 * HIDDEN))
+
+        report = plan(make_dense(tmp_path / "a", change=change), device=HOPPER)
+        names = [one["name"].rpartition(".")[2] for one in report.facts["layers"]]
+        assert {"q_proj", "k_proj", "v_proj"} - {"v_proj" if why == "v_proj missing" else ""} <= set(names)
+        assert "gate_proj+up_proj" in names
+        notes = [note for note in report.facts["notes"] if "k_proj is dense" in note]
+        assert bool(notes) == (why == "k_proj dense")
+
+    def test_a_tied_head_reads_the_embedding_and_holds_nothing(self, tmp_path):
+        config = CONFIG | {"tie_word_embeddings": True}
+        report = plan(make_dense(tmp_path / "a", change={"lm_head.weight": None}, config=config), device=HOPPER)
+        head = layer(report, "lm_head (the embedding)")
+        assert (head["held"], at(head, 1)["weight_bytes"]) == (0, 2 * VOCAB * HIDDEN)
+        assert (report.facts["memory"]["head"], report.facts["memory"]["embedding"]) == (0, 2 * VOCAB * HIDDEN)
+
+    def test_an_nvfp4_embedding_and_head(self, tmp_path):
+        change = dict.fromkeys(["lm_head.weight", "model.embed_tokens.weight"])
+        change |= named("modelopt", "lm_head", nvfp4(VOCAB, HIDDEN)) | named(
+            "modelopt", "model.embed_tokens", nvfp4(VOCAB, HIDDEN)
+        )
+        report = plan(make_dense(tmp_path / "a", change=change), device=HOPPER)
+        looked_up, head = layer(report, "embed_tokens"), layer(report, "lm_head")
+        assert at(looked_up, 16)["kernel"] == "triton-embedding"
+        assert at(looked_up, 16)["weight_bytes"] == 0
+        assert at(head, 16)["kernel"] == "gluon-decode"
+        assert report.facts["memory"]["head"] == report.facts["memory"]["embedding"] == 64 * 32 + 64 * 4 + 4
+
+    def test_fp8_layers(self, tmp_path):
+        tensors = {f"{Q}.weight_scale_2": None, **{f"{Q}.{name}": t for name, t in fp8(HIDDEN, HIDDEN).items()}}
+        path = make_dense(tmp_path / "a", change=tensors)
+        report = plan(path, device=HOPPER)
+        q = layer(report, "q_proj")
+        assert (q["kind"], q["bytes"], q["layout"]) == ("fp8", HIDDEN * HIDDEN + 4, None)
+        assert (at(q, 1)["kernel"], at(q, 1)["why"]) == ("torch", "FP8, decoded in each call")
+        assert at(q, 1)["bytes"] == 5 * HIDDEN * HIDDEN + 2 * 2 * HIDDEN
+        assert report.facts["memory"]["fp8"] == HIDDEN * HIDDEN + 4
+        assert at(layer(plan(path, device=HOPPER, precision="fp8"), "q_proj"), 1)["kernel"] == "scaled-mm"
+        assert any("--precision fp8 multiplies in FP8" in note for note in report.facts["notes"])
+
+    @pytest.mark.parametrize("stacked", [False, True])
+    def test_experts(self, tmp_path, stacked):
+        """Eight experts, two for each token: two are asked by one token, all but a few by 16."""
+        parent = "model.layers.0.mlp.experts"
+        made = expert_weights(8, 16, HIDDEN)
+        tensors = stacked_experts(parent, made) if stacked else split_experts(parent, made)
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            for suffix in ("", "_scale", "_scale_2"):
+                tensors[f"model.layers.0.mlp.{part}.weight{suffix}"] = None
+        tensors["model.layers.0.mlp.gate.weight"] = floats(8, HIDDEN)
+        config = CONFIG | {"model_type": "qwen3_moe", "num_experts_per_tok": 2}
+        report = plan(make_dense(tmp_path / "a", change=tensors, config=config), device=HOPPER, tokens=[1, 16])
+        one = layer(report, "experts.gate_up_proj" if stacked else "experts.*.gate_proj+up_proj")
+        assert (tuple(one["shape"]), one["experts"], one["count"]) == ((32, 32), 8, 1)
+        asked = 8 * (1 - 0.75**16)
+        assert [(made["rows"], made["calls"]) for made in one["plans"]] == [(1, 2), (5, round(asked, 2))]
+        assert at(one, 1)["seconds"] == 2 * at(one, 1)["expected"]
+        assert at(one, 16)["weight_bytes"] == round(asked * one["bytes"])
+        assert one["held"] == 8 * one["bytes"]
+        router = layer(report, "mlp.gate")
+        assert (router["role"], router["kind"], router["shape"]) == ("router", "dense", [8, HIDDEN])
+        assert "a token takes 2 experts, each of them as likely as any other" in report.facts["notes"]
+
+    def test_the_config_does_not_say_how_many_experts(self, tmp_path):
+        tensors = split_experts("model.layers.0.mlp.experts", expert_weights(4, 16, HIDDEN))
+        report = plan(make_dense(tmp_path / "a", change=tensors), device=HOPPER, tokens=[1])
+        assert at(layer(report, "experts.*.down_proj"), 1)["calls"] == 4
+        assert "the config does not say how many experts a token takes: all are counted" in report.facts["notes"]
+
+    def test_touched(self):
+        assert touched(8, 2, 1) == 2
+        assert touched(8, 8, 1) == 8
+        assert touched(2, 1, 2) == 1.5
+
+    def test_vision_is_memory_alone(self, tmp_path):
+        change = named("modelopt", "visual.blocks.0.mlp.fc1", nvfp4(32, 32))
+        report = plan(make_dense(tmp_path / "a", change=change), device=HOPPER)
+        assert not [one for one in report.facts["layers"] if "visual" in one["name"]]
+        assert report.facts["memory"]["other"] == 3 * 2 * HIDDEN + 32 * 16 + 32 * 2 + 4
+
+    def test_products_count_what_is_alike(self, tmp_path):
+        import halfbyte
+
+        with halfbyte.open(make_dense(tmp_path / "a", layers=2)) as checkpoint:
+            found = products(checkpoint.modules)
+        norms = [one for one in found if one.role == "other"]
+        assert [(one.name, one.count, one.stored) for one in norms] == [
+            ("model.layers.*.input_layernorm", 2, 2 * 64),
+            ("model.layers.*.post_attention_layernorm", 2, 2 * 64),
+            ("model.norm", 1, 64),
+        ]
+
+
+class TestCommand:
+    @pytest.mark.parametrize("name", GOLDENS)
+    def test_the_goldens(self, name):
+        ran = call("plan", GOLDENS[name], "--device", HOPPER)
+        assert (ran.rc, ran.stderr) == (0, "")
+        for text in (
+            "gate_proj+up_proj",
+            "gluon-decode",
+            "step of 512",
+            "KV cache",
+            "why 1",
+            "128.0 kB for 1000 tokens",
+        ):
+            assert text in ran.stdout
+
+    def test_json(self):
+        path = GOLDENS["modelopt_llama_w4a16"]
+        document = call("plan", path, "--device", HOPPER, "--tokens", "1,2", "--json").document
+        assert (document["command"], document["ok"], document["tokens"]) == ("plan", True, [1, 2])
+        assert document["layers"] == json.loads(json.dumps(plan(path, device=HOPPER, tokens=[1, 2]).facts["layers"]))
+
+    def test_quiet(self):
+        ran = call("plan", GOLDENS["modelopt_llama_w4a16"], "--quiet")
+        assert ran == (0, "", "")
+
+    def test_the_cpu_without_torch(self):
+        code = (
+            "import sys\nfor name in ('torch', 'transformers', 'numba', 'triton'): sys.modules[name] = None\n"
+            "from halfbyte.cli import main\nmain(sys.argv[1:])"
+        )
+        path = str(GOLDENS["modelopt_llama_w4a16"])
+        for device, kernel in (("cpu", "reference-numpy"), (HOPPER, "gluon-decode")):
+            done = subprocess.run(
+                [sys.executable, "-W", "error", "-c", code, "plan", path, "--json", "--device", device],
+                capture_output=True, text=True, env=environment(), timeout=60, check=False,
+            )  # fmt: skip
+            assert (done.returncode, done.stderr) == (0, "")
+            document = json.loads(done.stdout)
+            assert document["layers"][0]["plans"][0]["kernel"] == kernel
+            assert ("torch is not installed here: planned for NumPy arrays" in document["notes"]) == (device == "cpu")
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["--tokens", "0"], ["tokens of a step are from 1 to 16777216", "got 0"]),
+            (["--tokens", ""], ["tokens are whole numbers"]),
+            (["--tokens", "1,x"], ["tokens are whole numbers", "'x'"]),
+            (["--tokens", "-1"], ["tokens are whole numbers", "'-1'"]),
+            (["--tokens", "16777217"], ["from 1 to 16777216"]),
+            (["--device", "gpu"], ["unknown device", "gpu"]),
+            (["--device", "cuda:x"], ["unknown device"]),
+            (["--precision", "int4"], ["unknown precision", "exact or int8 or fp8"]),
+            (["--dtype", "int8"], ["unknown dtype"]),
+            (["--layout", "nothing"], ["unknown layout"]),
+            (["--layout", "fragments(dtype=int8)"], ["not a value of dtype"]),
+        ],
+    )
+    def test_what_cannot_be_meant(self, arguments, words):
+        check_failure(call("plan", GOLDENS["modelopt_llama_w4a16"], *arguments), 2, *words)
+
+    def test_no_checkpoint(self, tmp_path):
+        check_failure(call("plan", tmp_path / "nothing"), 2, "no such file or directory")
+        check_failure(call("plan", tmp_path), 2, "no safetensors files")
+
+    def test_a_dense_checkpoint(self, tmp_path):
+        ran = call("plan", make_float(tmp_path / "a"))
+        check_failure(ran, 2, "nothing here is quantized", "halfbyte quantize")
+
+    def test_damaged_headers(self, tmp_path):
+        path = make_dense(tmp_path / "a", change={f"{Q}.weight_scale": None})
+        check_failure(call("plan", path, "--device", HOPPER), 2, f"{Q}.weight", "without its scales")
+
+    def test_a_file_without_a_config(self, tmp_path):
+        file = save(tmp_path / "one.safetensors", named("modelopt", "a.b", nvfp4(32, 32)))
+        document = call("plan", file, "--json", "--device", HOPPER).document
+        assert document["memory"]["cache_of_1000_tokens"] is None
+        assert document["layers"][0]["name"] == "a.b"
+
+    def test_a_closed_pipe(self):
+        done = subprocess.run(
+            f"{sys.executable} -m halfbyte plan {GOLDENS['modelopt_llama_w4a16']} --device {HOPPER} | head -0",
+            shell=True, capture_output=True, text=True, env=environment(), timeout=60, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_a_gpu_that_is_not_there(self, monkeypatch):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        ran = run_cli("plan", GOLDENS["modelopt_llama_w4a16"], "--device", "cuda", env={"CUDA_VISIBLE_DEVICES": ""})
+        check_failure(ran, 3, "torch sees no such GPU here", "--device cuda:sm_90")
+
+
+def test_errors_have_their_classes(tmp_path):
+    path = GOLDENS["modelopt_llama_w4a16"]
+    with pytest.raises(UsageError, match="from 1 to"):
+        plan(path, tokens=[])
+    with pytest.raises(UnavailableError, match="torch sees no such GPU"):
+        plan(path, device="cuda:99")
