@@ -12,7 +12,17 @@ from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.chain import ChainArgs
 from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
-from halfbyte.kernels.cuda import choices, columns, decode, decode_gluon, fp8_gluon, gemm, gemm_gluon, scaled_mm
+from halfbyte.kernels.cuda import (
+    chain_gluon,
+    choices,
+    columns,
+    decode,
+    decode_gluon,
+    fp8_gluon,
+    gemm,
+    gemm_gluon,
+    scaled_mm,
+)
 from halfbyte.kernels.cuda import embedding as cuda_embedding
 from halfbyte.kernels.cuda import step as cuda_step
 from halfbyte.kernels.descriptors import TensorDesc
@@ -44,6 +54,7 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     step.ADD_NORM,
     step.ATTEND,
     step.GATE,
+    chain_gluon.GLUON,
     chain.TORCH,
     cpu_int8.VNNI,
     cpu_int8.PORTABLE,

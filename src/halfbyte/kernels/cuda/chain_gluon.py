@@ -1,19 +1,53 @@
-"""``chain`` for up to 8 tokens on Hopper, layout ``fragments``: all of a layer between two attentions in one launch."""
+"""``chain`` for up to 8 tokens on Hopper, layout ``fragments``: all of a layer between two attentions in one launch.
+
+Four launches one after the other each lose microseconds until memory is busy, and again at their end. Here one program
+stays on each multiprocessor, and a warp of it asks for the weights of all four products, as far ahead as shared memory
+has room: while the others wait for each other between two products, the weights of the next ones arrive.
+
+Stripes of 16 features are dealt to the programs. Warps take the units of 64 k of a stripe in turn, unit u by warp
+u mod W, as in ``gluon-decode``; the W sums are added in their order. So a sum's order follows from W and K alone, and a
+row does not depend on the others. Every rounding is that of ``linear``, ``add_norm`` and ``gate``.
+
+Before a product whose input another program may have computed, all wait until all have stored theirs. So all must be on
+the GPU at once: there is one for each multiprocessor, and two launches may not share the GPU, or each might keep the
+places that the other waits for. A launch therefore waits for the last one where that was on another stream. In CUDA
+graphs nobody waits for another graph: graphs with this kernel must not run at the same time on one GPU.
+
+The programs start before the kernel ahead has ended (programmatic dependent launch), and ask for weights at once; what
+that kernel computes, and anything that this one writes, is touched only behind ``griddepcontrol.wait``. When that is
+right is as of ``gluon-decode``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from halfbyte.kernels.base import Call
-from halfbyte.kernels.chain import ChainCall
-from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT, decode_code, scale_code
-from halfbyte.kernels.cuda.launch import boxes
+from halfbyte.kernels.base import Call, Kernel
+from halfbyte.kernels.chain import PARTS, ChainArgs, ChainCall, chain_cost
+from halfbyte.kernels.cuda.fragments import (
+    TILE,
+    TYPES,
+    UNIT,
+    aligned,
+    bias_type,
+    decode_code,
+    scale_code,
+    why_not_fragments,
+)
+from halfbyte.kernels.cuda.gemm_gluon import multiprocessors
+from halfbyte.kernels.cuda.launch import Program, Tensor, boxes, program
+from halfbyte.kernels.cuda.shared import Written, counters, in_turn, workspace
+from halfbyte.layouts import Packed
 from halfbyte.layouts.fragments import FACTOR
 
 NAME: Final = "gluon-chain"
-PRODUCTS: Final = ("o", "gate_up", "down", "qkv")
 MOST_ROWS: Final = 8
+LEAST_STAGES: Final = 3
+COUNTERS: Final = 16
+"""Bytes of them."""
 SHARED: Final = 232448
 """Bytes of shared memory that a program can have."""
 BESIDE: Final = 4096
@@ -42,6 +76,16 @@ class Chain:
     def step(self) -> int:
         """Units of a stage."""
         return self.warps * self.units
+
+
+ONE: Final = Chain()
+"""The default for one token."""
+FEW: Final = Chain(warps=8, units=4)
+"""The default for 2 to 8 tokens."""
+
+_programs: Final[dict[Any, tuple[Program, Program]]] = {}
+_last: Final[dict[int, tuple[int, Any]]] = {}
+"""Of a device: the stream of the last launch, and an event behind it."""
 
 
 def steps(k: int, made: Chain) -> int:
@@ -78,18 +122,18 @@ def signature(call: ChainCall, made: Chain, biases: tuple[str, ...]) -> dict[str
     """The types of the device code's arguments."""
     half = f"*{TYPES[call.dtype]}:16"
     codes, scales = boxes("i32", (1, made.step, 128), 0), boxes("i16", (1, made.step, 32), 0)
-    maps = {f"{kind}_{name}": of for name in PRODUCTS for kind, of in (("codes", codes), ("scales", scales))}
+    maps = {f"{kind}_{name}": of for name in PARTS for kind, of in (("codes", codes), ("scales", scales))}
     return {
         **maps,
         **dict.fromkeys(("residual", "attended", "norm_1", "norm_2"), half),
-        **{f"scale2_{name}": "*fp32" for name in PRODUCTS},
-        **{f"bias_{name}": of for name, of in zip(PRODUCTS, biases, strict=True)},
+        **{f"scale2_{name}": "*fp32" for name in PARTS},
+        **{f"bias_{name}": of for name, of in zip(PARTS, biases, strict=True)},
         **dict.fromkeys(("total", "gated", "behind", "out"), half),
         "counts": "*i32:16",
         "M": "i32",
         "eps_1": "fp32",
         "eps_2": "fp32",
-        **{f"items_{name}": "i32" for name in PRODUCTS},
+        **{f"items_{name}": "i32" for name in PARTS},
     }
 
 
@@ -111,3 +155,146 @@ def constants(call: ChainCall, made: Chain, phases: int | None = None) -> dict[s
         "SCALE": scale_code(call.dtype),
         "FACTOR": FACTOR,
     }
+
+
+def configure(call: ChainCall) -> Chain:
+    """The configuration for a call."""
+    return ONE if call.rows == 1 else FEW
+
+
+def scratch(call: ChainCall) -> int:
+    """Bytes of what is between the products, and of counters."""
+    _, h, i, *_ = shapes(call)
+    return call.rows * (h + i) * 2 + COUNTERS
+
+
+def refuse(call: ChainCall) -> tuple[str, ...]:
+    """Why it declines a call."""
+    reasons = [reason for product in call.products for reason in why_not_fragments(product)]
+    for name, product in zip(PARTS, call.products, strict=False):
+        n = product.shape[0] // (2 if name == "gate_up" else 1)
+        if n % TILE:
+            reasons.append(f"takes multiples of {TILE} features, not {n} of {name}")
+    if call.rows > MOST_ROWS:
+        reasons.append(f"takes up to {MOST_ROWS} tokens, not {call.rows}")
+    elif stages(call, configure(call)) < LEAST_STAGES:
+        reasons.append(f"has no room in shared memory for rows of {max(shapes(call)[:3])} values")
+    return tuple(dict.fromkeys(reasons))
+
+
+def launch(args: ChainArgs, made: Chain | None = None, early: bool = True) -> None:
+    """Write ``total`` and ``qkv``; with ``early`` before the kernel ahead has ended, where that is right."""
+    call = args.call()
+    made = configure(call) if made is None else made
+    device = args.residual.device
+    types = tuple(map(bias_type, args.biases))
+    key = call, made, types, device
+    ready = _programs.get(key)
+    if ready is None:
+        ready = _programs[key] = (
+            _program(call, made, types, device, False), _program(call, made, types, device, True)
+        )  # fmt: skip
+    written = _written(args.weights, device)
+    weights = [args.weights[min(i, len(args.weights) - 1)] for i in range(len(PARTS))]
+    maps = [tensor for weight in weights for tensor in _described(weight, made, ready[0])]
+    scale2 = [weight.buffers()["scale2"].data_ptr() for weight in weights]
+    biases = [None if bias is None else bias.data_ptr() for bias in (*args.biases, None)][: len(PARTS)]
+    x = [aligned(given) for given in (args.residual, args.attended, args.norms[0], args.norms[-1])]
+    total, qkv = aligned(args.total), None if args.qkv is None else aligned(args.qkv)
+    _, h, inner, *_ = shapes(call)
+    with in_turn:  # what holds memory is held until the launch: what is not, the next allocation may get
+        between, counts = workspace(device, call.rows * (h + inner) * 2), counters(device, COUNTERS)
+        s1 = between.data_ptr()
+        values = (
+            *maps, *(given.data_ptr() for given in x), *scale2, *biases, s1, s1 + call.rows * h * 2, total.data_ptr(),
+            (total if qkv is None else qkv).data_ptr(), counts.data_ptr(), call.rows, args.eps[0], args.eps[-1],
+            *items(call),
+        )  # fmt: skip
+        with _behind_the_last(device):
+            ready[early and written is not None and written.over]((multiprocessors(device.index), 1, 1), values)
+    if written is not None and not written.over:
+        written.launched()
+    for given, made_here in ((args.total, total), (args.qkv, qkv)):
+        if made_here is not given:
+            given.copy_(made_here)
+
+
+@contextmanager
+def _behind_the_last(device: Any) -> Iterator[None]:
+    """A launch in it starts after the last one, if that was on another stream; not so in a capture."""
+    import torch
+
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        stream = torch.cuda.current_stream()
+        last, event = _last.get(device.index) or (stream.cuda_stream, torch.cuda.Event())
+        if last != stream.cuda_stream:
+            stream.wait_event(event)
+        yield
+        event.record(stream)
+        _last[device.index] = stream.cuda_stream, event
+
+
+def _state(weights: tuple[Packed, ...]) -> tuple[Any, ...] | None:
+    """Of the codes and scales: where they are, and how often torch wrote to them; None where it does not count that."""
+    buffers = [weight.buffers()[name] for weight in weights for name in ("codes", "scales")]
+    if any(buffer.is_inference() for buffer in buffers):
+        return None
+    return tuple((buffer.data_ptr(), buffer._version) for buffer in buffers)
+
+
+def _written(weights: tuple[Packed, ...], device: Any) -> Written | None:
+    """Kept with the first of the weights, for as long as torch writes to none of them."""
+    state = _state(weights)
+    if state is None:
+        return None
+    known = weights[0].memo.get((NAME, "written"))
+    if known is None or known[0] != state:
+        known = weights[0].memo[NAME, "written"] = state, Written(device)
+    found: Written = known[1]
+    return found
+
+
+def _described(weight: Packed, made: Chain, first: Program) -> tuple[Tensor, Tensor]:
+    """Codes and scales for the copy engine; kept with the weight for as long as they stay where they are."""
+    codes, scales = (weight.buffers()[name].data_ptr() for name in ("codes", "scales"))
+    key = NAME, made.step
+    known = weight.memo.get(key)
+    if known is None or known[0] != (codes, scales):
+        extent = -(-weight.shape[0] // TILE), -(-weight.shape[1] // UNIT)
+        both = first.tensor(0, codes, (*extent, 128)), first.tensor(1, scales, (*extent, 32))
+        known = weight.memo[key] = (codes, scales), both
+    found: tuple[Tensor, Tensor] = known[1]
+    return found
+
+
+def _program(call: ChainCall, made: Chain, biases: tuple[str, ...], device: Any, pdl: bool) -> Program:
+    from halfbyte.kernels.cuda.chain_gluon_code import chain
+
+    types = signature(call, made, (*biases, "*fp32")[: len(PARTS)])
+    return program(
+        chain, types, constants(call, made), device=device, warps=made.warps, maxnreg=made.registers, pdl=pdl
+    )
+
+
+def compile_as(call: ChainCall, made: Chain) -> None:
+    """Compile it in a configuration."""
+    import torch
+
+    for pdl in (False, True):
+        _program(call, made, ("*fp32",) * len(call.products), torch.device(call.device), pdl)
+
+
+GLUON: Final = Kernel(
+    name=NAME,
+    bundle=ChainArgs,
+    description="a layer between two attentions in one launch; Hopper, up to 8 tokens",
+    refuse=refuse,
+    cost=chain_cost,
+    launch=launch,
+    configure=configure,
+    scratch=scratch,
+    compile=compile_as,
+)

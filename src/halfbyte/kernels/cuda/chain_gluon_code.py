@@ -1,10 +1,10 @@
 """Device code of ``halfbyte.kernels.cuda.chain_gluon``, in Gluon.
 
 A program stays on its multiprocessor and has three parts. The producer, a warp, asks for the weights of all four
-products in order, as far ahead as the ring has room; it waits for nothing else. W consumer warps wait for what a product
-multiplies, decode the units of a stripe, unit u by warp u mod W, and multiply them by m16n8k16. The finisher, a warp,
-adds the W sums in their order, computes what follows them, and stores it; at the end of a product it counts the program
-in. Consumers of the next product wait until all are counted.
+products in order, as far ahead as the ring has room; it waits for nothing else. W consumer warps wait for what a
+product multiplies, decode the units of a stripe, unit u by warp u mod W, and multiply them by m16n8k16. The finisher, a
+warp, adds the W sums in their order, computes what follows them, and stores it; at the end of a product it counts the
+program in. Consumers of the next product wait until all are counted.
 
 A stripe is 16 features and all of K; stripe i of a product, or pair of stripes of gate and up, is for program i mod
 grid. A ring is (codes, scales, full, empty), sums are (values, full, empty).
@@ -19,8 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from halfbyte.kernels.cuda.decode_gluon_code import _weights
 from halfbyte.kernels.cuda.gemm_gluon_code import let_the_next_kernel_start, together, wait_for_kernels_ahead
-
-O, GATE_UP, DOWN, QKV = (gl.constexpr(i) for i in range(4))
 
 
 @gluon.constexpr_function
@@ -240,7 +238,7 @@ def _multiply(
     values, sums_full, sums_empty = sums
     if FAR:
         ahead = _far(at, 0, M, K, FORM)
-    for t in range(gl.program_id(0), items, gl.num_programs(0)):
+    for _t in range(gl.program_id(0), items, gl.num_programs(0)):
         for _half in range(PAIR):
             acc = gl.zeros([W, 16, 8], gl.float32, MMA)
             for s in range(STEPS):
