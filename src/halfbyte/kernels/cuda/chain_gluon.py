@@ -45,13 +45,21 @@ from halfbyte.layouts.fragments import FACTOR
 
 NAME: Final = "gluon-chain"
 MOST_ROWS: Final = 8
-LEAST_STAGES: Final = 3
+LEAST_STAGES: Final = 4
 COUNTERS: Final = 16
 """Bytes of them."""
 SHARED: Final = 232448
 """Bytes of shared memory that a program can have."""
-BESIDE: Final = 4096
+BESIDE: Final = 1024
 """Of those, what is not counted here: barriers, what alignment takes, and scratch."""
+
+
+WARPS: Final = 4
+"""Of a group of consumers."""
+STEP: Final = 16
+"""Units of a stage."""
+STAGE: Final = STEP * 576
+"""Bytes of it."""
 
 
 @dataclass(frozen=True)
@@ -59,38 +67,24 @@ class Chain:
     """How the kernel runs.
 
     Args:
-        warps: that decode, among which k is split.
-        units: of 64 k, of each warp in a stage.
-        stages: of the ring, at most.
-        registers: of a thread at the start; None leaves it to the compiler.
-        leave: bytes of shared memory of a multiprocessor that are left to the kernel ahead.
+        stages: of the ring, at most; a multiple of 4.
+        registers: of a consumer's thread, and of the others'.
+        start: registers of a thread at the start; None leaves it to the compiler.
     """
 
-    warps: int = 16
-    units: int = 2
-    stages: int = 12
-    registers: int | None = None
-    leave: int = 0
-
-    @property
-    def step(self) -> int:
-        """Units of a stage."""
-        return self.warps * self.units
+    stages: int = 20
+    registers: tuple[int, int] = (104, 64)
+    start: int | None = None
 
 
 ONE: Final = Chain()
 """The default for one token."""
-FEW: Final = Chain(warps=8, units=4)
+FEW: Final = Chain()
 """The default for 2 to 8 tokens."""
 
 _programs: Final[dict[Any, tuple[Program, Program]]] = {}
 _last: Final[dict[int, tuple[int, Any]]] = {}
 """Of a device: the stream of the last launch, and an event behind it."""
-
-
-def steps(k: int, made: Chain) -> int:
-    """Stages of a stripe."""
-    return -(-k // (UNIT * made.step))
 
 
 def shapes(call: ChainCall) -> tuple[int, int, int, int, int]:
@@ -99,17 +93,13 @@ def shapes(call: ChainCall) -> tuple[int, int, int, int, int]:
     return of[0][1], of[1][1], of[2][1], of[1][1], of[3][0] if len(of) > 3 else TILE
 
 
-def held(call: ChainCall, made: Chain) -> int:
-    """Bytes of shared memory beside the ring."""
+def stages(call: ChainCall, made: Chain) -> int:
+    """Of the ring: as many as there is room for beside x, sums and what is small."""
     a, h, i, *_ = shapes(call)
     ks = (a, h, i) if call.rows == 1 else (h,)
-    columns = max(steps(k, made) for k in ks) * made.step * UNIT
-    return columns * 2 * (1 if call.rows == 1 else 8) + 2 * made.warps * 512 + BESIDE
-
-
-def stages(call: ChainCall, made: Chain) -> int:
-    """Of the ring."""
-    return max(0, min(made.stages, (SHARED - made.leave - held(call, made)) // (made.step * 576)))
+    of_x = max(-(-k // (STEP * UNIT)) for k in ks) * STEP * UNIT * 2 * (1 if call.rows == 1 else 8)
+    room = SHARED - of_x - 2 * 8192 - 2048 - BESIDE
+    return max(0, min(made.stages, room // STAGE) // 4 * 4)
 
 
 def items(call: ChainCall) -> tuple[int, int, int, int]:
@@ -118,10 +108,10 @@ def items(call: ChainCall) -> tuple[int, int, int, int]:
     return n[0], n[1] // 2, n[2], n[3] if len(n) > 3 else 0
 
 
-def signature(call: ChainCall, made: Chain, biases: tuple[str, ...]) -> dict[str, str]:
+def signature(call: ChainCall, biases: tuple[str, ...]) -> dict[str, str]:
     """The types of the device code's arguments."""
     half = f"*{TYPES[call.dtype]}:16"
-    codes, scales = boxes("i32", (1, made.step, 128), 0), boxes("i16", (1, made.step, 32), 0)
+    codes, scales = boxes("i32", (1, STEP, 128), 0), boxes("i16", (1, STEP, 32), 0)
     maps = {f"{kind}_{name}": of for name in PARTS for kind, of in (("codes", codes), ("scales", scales))}
     return {
         **maps,
@@ -141,8 +131,6 @@ def constants(call: ChainCall, made: Chain, phases: int | None = None) -> dict[s
     """The constants of the device code."""
     products: list[Call | None] = [*call.products, None][:4]
     return {
-        "W": made.warps,
-        "US": made.units,
         "STAGES": stages(call, made),
         "SHAPES": shapes(call),
         "PHASES": len(call.products) if phases is None else phases,
@@ -150,7 +138,7 @@ def constants(call: ChainCall, made: Chain, phases: int | None = None) -> dict[s
         "PER_ROW": tuple(product is not None and product.per_row for product in products),
         "BIAS": tuple(product is not None and product.bias for product in products),
         "ACTIVATION": call.activation,
-        "REGISTERS": 40,
+        "REGISTERS": made.registers,
         "DECODE": decode_code(call.dtype),
         "SCALE": scale_code(call.dtype),
         "FACTOR": FACTOR,
@@ -196,7 +184,7 @@ def launch(args: ChainArgs, made: Chain | None = None, early: bool = True) -> No
         )  # fmt: skip
     written = _written(args.weights, device)
     weights = [args.weights[min(i, len(args.weights) - 1)] for i in range(len(PARTS))]
-    maps = [tensor for weight in weights for tensor in _described(weight, made, ready[0])]
+    maps = [tensor for weight in weights for tensor in _described(weight, ready[0])]
     scale2 = [weight.buffers()["scale2"].data_ptr() for weight in weights]
     biases = [None if bias is None else bias.data_ptr() for bias in (*args.biases, None)][: len(PARTS)]
     x = [aligned(given) for given in (args.residual, args.attended, args.norms[0], args.norms[-1])]
@@ -257,10 +245,10 @@ def _written(weights: tuple[Packed, ...], device: Any) -> Written | None:
     return found
 
 
-def _described(weight: Packed, made: Chain, first: Program) -> tuple[Tensor, Tensor]:
+def _described(weight: Packed, first: Program) -> tuple[Tensor, Tensor]:
     """Codes and scales for the copy engine; kept with the weight for as long as they stay where they are."""
     codes, scales = (weight.buffers()[name].data_ptr() for name in ("codes", "scales"))
-    key = NAME, made.step
+    key = NAME, "described"
     known = weight.memo.get(key)
     if known is None or known[0] != (codes, scales):
         extent = -(-weight.shape[0] // TILE), -(-weight.shape[1] // UNIT)
@@ -273,10 +261,8 @@ def _described(weight: Packed, made: Chain, first: Program) -> tuple[Tensor, Ten
 def _program(call: ChainCall, made: Chain, biases: tuple[str, ...], device: Any, pdl: bool) -> Program:
     from halfbyte.kernels.cuda.chain_gluon_code import chain
 
-    types = signature(call, made, (*biases, "*fp32")[: len(PARTS)])
-    return program(
-        chain, types, constants(call, made), device=device, warps=made.warps, maxnreg=made.registers, pdl=pdl
-    )
+    types = signature(call, (*biases, "*fp32")[: len(PARTS)])
+    return program(chain, types, constants(call, made), device=device, warps=WARPS, maxnreg=made.start, pdl=pdl)
 
 
 def compile_as(call: ChainCall, made: Chain) -> None:
