@@ -10,8 +10,9 @@ row does not depend on the others. Every rounding is that of ``linear``, ``add_n
 
 Before a product whose input another program may have computed, all wait until all have stored theirs. So all must be on
 the GPU at once: there is one for each multiprocessor, and two launches may not share the GPU, or each might keep the
-places that the other waits for. A launch therefore waits for the last one where that was on another stream. In CUDA
-graphs nobody waits for another graph: graphs with this kernel must not run at the same time on one GPU.
+places that the other waits for. So a launch starts behind the last one where that was on another stream
+(``shared.alone``). In a CUDA graph nothing waits for another graph: who replays one does it under ``shared.alone``, and
+no two launches of one graph may run side by side.
 
 The programs start before the kernel ahead has ended (programmatic dependent launch), and ask for weights at once; what
 that kernel computes, and anything that this one writes, is touched only behind ``griddepcontrol.wait``. When that is
@@ -20,8 +21,6 @@ right is as of ``gluon-decode``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -39,7 +38,7 @@ from halfbyte.kernels.cuda.fragments import (
 )
 from halfbyte.kernels.cuda.gemm_gluon import multiprocessors
 from halfbyte.kernels.cuda.launch import Program, Tensor, boxes, program
-from halfbyte.kernels.cuda.shared import Written, counters, in_turn, workspace
+from halfbyte.kernels.cuda.shared import Written, alone, counters, in_turn, workspace
 from halfbyte.layouts import Packed
 from halfbyte.layouts.fragments import FACTOR
 
@@ -83,8 +82,6 @@ FEW: Final = Chain()
 """The default for 2 to 8 tokens."""
 
 _programs: Final[dict[Any, tuple[Program, Program]]] = {}
-_last: Final[dict[int, tuple[int, Any]]] = {}
-"""Of a device: the stream of the last launch, and an event behind it."""
 
 
 def shapes(call: ChainCall) -> tuple[int, int, int, int, int]:
@@ -198,31 +195,13 @@ def launch(args: ChainArgs, made: Chain | None = None, early: bool = True) -> No
             (total if qkv is None else qkv).data_ptr(), counts.data_ptr(), call.rows, args.eps[0], args.eps[-1],
             *items(call),
         )  # fmt: skip
-        with _behind_the_last(device):
+        with alone(device):
             ready[early and written is not None and written.over]((multiprocessors(device.index), 1, 1), values)
     if written is not None and not written.over:
         written.launched()
-    for given, made_here in ((args.total, total), (args.qkv, qkv)):
-        if made_here is not given:
-            given.copy_(made_here)
-
-
-@contextmanager
-def _behind_the_last(device: Any) -> Iterator[None]:
-    """A launch in it starts after the last one, if that was on another stream; not so in a capture."""
-    import torch
-
-    with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            yield
-            return
-        stream = torch.cuda.current_stream()
-        last, event = _last.get(device.index) or (stream.cuda_stream, torch.cuda.Event())
-        if last != stream.cuda_stream:
-            stream.wait_event(event)
-        yield
-        event.record(stream)
-        _last[device.index] = stream.cuda_stream, event
+    for given, written_here in ((args.total, total), (args.qkv, qkv)):
+        if given is not None and written_here is not given:
+            given.copy_(written_here)
 
 
 def _state(weights: tuple[Packed, ...]) -> tuple[Any, ...] | None:

@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from halfbyte.errors import UnavailableError
 
@@ -101,7 +101,7 @@ def _of_stream(kind: str, device: Any, nbytes: int, *, zeros: bool) -> Any:
     held: dict[Any, Any] = _shared
     key: tuple[Any, ...] = kind, device.index, stream
     captured = torch._C._cuda_isCurrentStreamCapturing()
-    if getattr(_thread, "keeps_nothing", False) or captured and not zeros:
+    if getattr(_thread, "keeps_nothing", False) or (captured and not zeros):
         return make(nbytes, dtype=torch.uint8, device=device)
     if captured:
         held, key = _captured, (*key, capture_of(stream))
@@ -112,6 +112,36 @@ def _of_stream(kind: str, device: Any, nbytes: int, *, zeros: bool) -> Any:
         size = nbytes if found is None else max(nbytes, 2 * found.numel())
         found = held[key] = make(size, dtype=torch.uint8, device=device)
     return found
+
+
+_last: Final[dict[int, tuple[int, Any]]] = {}
+"""Of a device: the stream of what ran ``alone`` last, and an event behind it."""
+
+
+@contextmanager
+def alone(device: Any) -> Iterator[None]:
+    """What is launched in it starts after what was launched so before, on other streams of the device too.
+
+    It is for kernels whose programs wait for each other: two at once might each keep the places that the other waits
+    for. In a capture nothing is ordered: who replays the graph does it in here.
+
+    Args:
+        device: of torch's, with an index.
+    """
+    import torch
+
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        stream: Any = torch.cuda.current_stream()
+        with in_turn:
+            number, event = _last.get(device.index) or (stream.cuda_stream, cast(Any, torch.cuda.Event)())
+            if number != stream.cuda_stream:
+                stream.wait_event(event)
+            yield
+            event.record(stream)
+            _last[device.index] = stream.cuda_stream, event
 
 
 _captured: Final[dict[Any, Any]] = {}
