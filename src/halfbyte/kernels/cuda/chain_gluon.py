@@ -37,7 +37,7 @@ from halfbyte.kernels.cuda.fragments import (
     why_not_fragments,
 )
 from halfbyte.kernels.cuda.gemm_gluon import multiprocessors
-from halfbyte.kernels.cuda.launch import Program, Tensor, boxes, program
+from halfbyte.kernels.cuda.launch import Program, Tensor, boxes, program, why_not
 from halfbyte.kernels.cuda.shared import Written, alone, counters, in_turn, workspace
 from halfbyte.layouts import Packed
 from halfbyte.layouts.fragments import FACTOR
@@ -155,7 +155,10 @@ def scratch(call: ChainCall) -> int:
 
 def refuse(call: ChainCall) -> tuple[str, ...]:
     """Why it declines a call."""
-    reasons = [reason for product in call.products for reason in why_not_fragments(product)]
+    asked = [
+        (*why_not(product, least=90, most=90, gluon=True), *why_not_fragments(product)) for product in call.products
+    ]
+    reasons = [reason for reasons in asked for reason in reasons]
     for name, product in zip(PARTS, call.products, strict=False):
         n = product.shape[0] // (2 if name == "gate_up" else 1)
         if n % TILE:

@@ -1,10 +1,10 @@
 """Device code of ``halfbyte.kernels.cuda.chain_gluon``, in Gluon.
 
 A program stays on its multiprocessor and has three parts. The producer, a warp, asks for the weights of all four
-products in order, a stage of a ring after the other, as far ahead as it has room; it waits for nothing else. Four groups
-of four consumer warps take the stages in turn, and do not wait for each other: they decode the units of a stage, unit u
-by warp u mod 4, and multiply them by m16n8k16. The finisher, a warp, adds the sums of a stripe, computes what follows
-them, and stores it; at the end of a product it counts the program in, waits until all are counted, and lets the
+products in order, a stage of a ring after the other, as far ahead as it has room; it waits for nothing else. Four
+groups of four consumer warps take the stages in turn, and do not wait for each other: they decode the units of a stage,
+unit u by warp u mod 4, and multiply them by m16n8k16. The finisher, a warp, adds the sums of a stripe, computes what
+follows them, and stores it; at the end of a product it counts the program in, waits until all are counted, and lets the
 consumers go on.
 
 A stripe is 16 features and all of K; stripe i of a product, or pair of stripes of gate and up, is for program i mod
@@ -136,7 +136,7 @@ def produce(maps, ring, numbers, FORM: gl.constexpr):
 
 @gluon.jit
 def _row(inputs, at, norm, eps, brought, normed, phase, K: gl.constexpr, NORM: gl.constexpr, WHICH: gl.constexpr):
-    """A row of K to shared memory, normalized if NORM; columns from K on are 0. Each group brings every fourth chunk."""
+    """A row of K to shared memory, normalized if NORM; columns from K on are 0. A group brings every fourth chunk."""
     x, squares, ready, squared, go = inputs
     HALF: gl.constexpr = at.dtype.element_ty
     CHUNKS: gl.constexpr = _steps(K)
