@@ -43,7 +43,7 @@ from halfbyte.layouts import Packed
 from halfbyte.layouts.fragments import FACTOR
 
 NAME: Final = "gluon-chain"
-MOST_ROWS: Final = 8
+MOST_ROWS: Final = 4
 LEAST_STAGES: Final = 4
 COUNTERS: Final = 16
 """Bytes of them."""
@@ -67,13 +67,16 @@ class Chain:
 
     Args:
         stages: of the ring, at most; a multiple of 4.
+        ahead: stages that are on their way, at most.
         registers: of a consumer's thread, and of the others'.
         start: registers of a thread at the start; None leaves it to the compiler.
     """
 
     stages: int = 20
+    ahead: int = 6
     registers: tuple[int, int] = (104, 64)
     start: int | None = None
+    fence: bool = True
 
 
 ONE: Final = Chain()
@@ -90,13 +93,22 @@ def shapes(call: ChainCall) -> tuple[int, int, int, int, int]:
     return of[0][1], of[1][1], of[2][1], of[1][1], of[3][0] if len(of) > 3 else TILE
 
 
+def rows(call: ChainCall) -> int:
+    """Of activations in shared memory."""
+    return 1 << (call.rows - 1).bit_length()
+
+
 def stages(call: ChainCall, made: Chain) -> int:
     """Of the ring: as many as there is room for beside x, sums and what is small."""
-    a, h, i, *_ = shapes(call)
-    ks = (a, h, i) if call.rows == 1 else (h,)
-    of_x = max(-(-k // (STEP * UNIT)) for k in ks) * STEP * UNIT * 2 * (1 if call.rows == 1 else 8)
-    room = SHARED - of_x - 2 * 8192 - 2048 - BESIDE
-    return max(0, min(made.stages, room // STAGE) // 4 * 4)
+    of_x = max(-(-k // (STEP * UNIT)) for k in shapes(call)[:3]) * STEP * UNIT * 2 * rows(call)
+    small = 2048 * rows(call) + sum(rounds(call)) * 128 + rounds(call)[0] * 512
+    return max(0, min(made.stages, (SHARED - of_x - 2 * 8192 - small - BESIDE) // STAGE) // 4 * 4)
+
+
+def rounds(call: ChainCall) -> tuple[int, ...]:
+    """Stripes, or pairs of them, of a program, rounded up to powers of two."""
+    grid = multiprocessors(None)
+    return tuple(1 << max(0, -(-n // grid) - 1).bit_length() for n in items(call))
 
 
 def items(call: ChainCall) -> tuple[int, int, int, int]:
@@ -131,7 +143,10 @@ def constants(call: ChainCall, made: Chain, phases: int | None = None) -> dict[s
         "STAGES": stages(call, made),
         "SHAPES": shapes(call),
         "PHASES": len(call.products) if phases is None else phases,
-        "ONE": call.rows == 1,
+        "R": rows(call),
+        "ROUNDS": rounds(call),
+        "AHEAD": made.ahead,
+        "FENCE": made.fence,
         "PER_ROW": tuple(product is not None and product.per_row for product in products),
         "BIAS": tuple(product is not None and product.bias for product in products),
         "ACTIVATION": call.activation,

@@ -44,18 +44,29 @@ def _scales_layout(W):
 
 
 @gluon.constexpr_function
-def _x_layout(W):
-    """Of (8, 64 W) activations: a lane has the 16 of a block."""
-    register = [[0, 1], [0, 2], [0, 4], [0, 8]]
-    lane = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(register, lane, [[0, 64 * w] for w in _bits(1, W)], [], [8, 64 * W])
+def _x_layout(R):
+    """Of (8 / R, R, 256) activations, of R rows and again: a lane has the 16 of a block."""
+    lane = [[0, 0, 16], [0, 0, 32], *([0, r, 0] for r in _bits(1, R)), *([i, 0, 0] for i in _bits(1, 8 // R))]
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]], lane, [[0, 0, 64], [0, 0, 128]], [], [8 // R, R, 256]
+    )
 
 
 @gluon.constexpr_function
-def _row_layout(W):
-    """Of one row of those, which all lanes of a block have."""
-    lane = [[16], [32], [0], [0], [0]]
-    return gl.DistributedLinearLayout([[1], [2], [4], [8]], lane, [[64 * w] for w in _bits(1, W)], [], [64 * W])
+def _rows_layout(R):
+    """Of the R rows of those, which several lanes have."""
+    lane = [[0, 16], [0, 32], *([r, 0] for r in _bits(1, R)), *([0, 0] for _ in _bits(1, 8 // R))]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8]], lane, [[0, 64], [0, 128]], [], [R, 256]
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _squares_layout(R):
+    """Of (4, R, 128) parts of sums, which each warp has."""
+    register = [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], *([0, r, 0] for r in _bits(1, R))]
+    lane = [[0, 0, i] for i in _bits(4, 128)]
+    return gl.DistributedLinearLayout(register, lane, [[0, 0, 0], [0, 0, 0]], [], [4, R, 128])
 
 
 @gluon.constexpr_function
@@ -84,6 +95,23 @@ WAIT = gl.constexpr(
 )
 
 
+CONSUMED = gl.constexpr(
+    "{ .reg .pred never; setp.eq.u32 never, $4, 0x7fa5a5a5; @never trap; "
+    "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }"
+)
+
+
+@gluon.jit
+def _when_computed(acc):
+    """Nothing behind it runs before the sums are there, so before what they are of has been read.
+
+    The copy engine may overwrite shared memory as soon as it is told so, however long a load has been on its way.
+    """
+    gl.inline_asm_elementwise(
+        CONSUMED, "=r,=r,=r,=r,r,r,r,r", [acc.to(gl.int32, bitcast=True)], dtype=gl.int32, is_pure=False, pack=4
+    )
+
+
 @gluon.jit
 def _count_and_wait(counter, count, go):
     """Count the program in, behind all that the warp stored, and let the consumers go on when all are counted."""
@@ -97,8 +125,10 @@ def _count_and_wait(counter, count, go):
 
 
 @gluon.jit
-def _ask(maps, ring, done, items, offset, K: gl.constexpr, STAGES: gl.constexpr):
+def _ask(maps, ring, done, items, offset, K: gl.constexpr, FORM: gl.constexpr):
     """Fill the ring with the program's stripes of a product; ``offset``, if not 0, is from a stripe to its pair."""
+    STAGES: gl.constexpr = FORM[0]
+    AHEAD: gl.constexpr = FORM[12]
     STEPS: gl.constexpr = _steps(K)
     codes_map, scales_map = maps
     codes, scales, full, empty = ring
@@ -109,6 +139,9 @@ def _ask(maps, ring, done, items, offset, K: gl.constexpr, STAGES: gl.constexpr)
             unit = (i % STEPS) * 16
             slot = done % STAGES
             bar = full.index(slot)
+            if AHEAD < STAGES:
+                if done >= AHEAD:
+                    mbarrier.wait(full.index((done - AHEAD) % STAGES), ((done - AHEAD) // STAGES) & 1)
             mbarrier.wait(empty.index(slot), ((done // STAGES) & 1) ^ 1)
             mbarrier.expect(bar, 16 * 576)
             tma.async_copy_global_to_shared(codes_map, [stripe, unit, 0], bar, codes.index(slot))
@@ -120,29 +153,33 @@ def _ask(maps, ring, done, items, offset, K: gl.constexpr, STAGES: gl.constexpr)
 @gluon.jit
 def produce(maps, ring, numbers, FORM: gl.constexpr):
     """The weights of all products, in order."""
-    STAGES: gl.constexpr = FORM[0]
     SHAPES: gl.constexpr = FORM[1]
     PHASES: gl.constexpr = FORM[2]
     items = numbers[0]
     done = 0 * numbers[1]
-    done = _ask(maps[0], ring, done, items[0], 0 * items[0], SHAPES[0], STAGES)
+    done = _ask(maps[0], ring, done, items[0], 0 * items[0], SHAPES[0], FORM)
     if PHASES > 1:
-        done = _ask(maps[1], ring, done, items[1], items[1], SHAPES[1], STAGES)
+        done = _ask(maps[1], ring, done, items[1], items[1], SHAPES[1], FORM)
     if PHASES > 2:
-        done = _ask(maps[2], ring, done, items[2], 0 * items[2], SHAPES[2], STAGES)
+        done = _ask(maps[2], ring, done, items[2], 0 * items[2], SHAPES[2], FORM)
     if PHASES > 3:
-        done = _ask(maps[3], ring, done, items[3], 0 * items[3], SHAPES[3], STAGES)
+        done = _ask(maps[3], ring, done, items[3], 0 * items[3], SHAPES[3], FORM)
 
 
 @gluon.jit
-def _row(inputs, at, norm, eps, brought, normed, phase, K: gl.constexpr, NORM: gl.constexpr, WHICH: gl.constexpr):
-    """A row of K to shared memory, normalized if NORM; columns from K on are 0. A group brings every fourth chunk."""
+def _bring(
+    inputs, at, norm, eps, brought, normed, phase, M, K: gl.constexpr, NORM: gl.constexpr, WHICH: gl.constexpr,
+    FORM: gl.constexpr,
+):  # fmt: skip
+    """M rows of K to shared memory, normalized if NORM; columns from K on are 0. A group brings every fourth chunk."""
+    R: gl.constexpr = FORM[3]
+    HALF: gl.constexpr = FORM[4]
     x, squares, ready, squared, go = inputs
-    HALF: gl.constexpr = at.dtype.element_ty
-    CHUNKS: gl.constexpr = _steps(K)
-    PART: gl.constexpr = _part(WHICH, CHUNKS)
-    L: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    k = gl.arange(0, 1024, layout=L) + WHICH * 1024
+    PART: gl.constexpr = _part(WHICH, _steps(K))
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
+    m = gl.arange(0, R, layout=gl.SliceLayout(1, L))
+    k = gl.arange(0, 1024, layout=gl.SliceLayout(0, L)) + WHICH * 1024
+    place = at + (gl.minimum(m, M - 1)[:, None] * K + k[None, :])
     weights = ()
     if NORM:
         for c in gl.static_range(PART):
@@ -151,59 +188,24 @@ def _row(inputs, at, norm, eps, brought, normed, phase, K: gl.constexpr, NORM: g
         mbarrier.wait(go, phase & 1)
     held = ()
     for c in gl.static_range(PART):
-        held = held + (gl.load(at + k + c * 4096, mask=k + c * 4096 < K, other=0, cache_modifier=".cg"),)
+        there = (k + c * 4096 < K)[None, :] & (m < R)[:, None]
+        held = held + (gl.load(place + c * 4096, mask=there, other=0, cache_modifier=".cg"),)
     if NORM:
-        total = gl.zeros([1024], gl.float32, L)
+        total = gl.zeros([R, 1024], gl.float32, L)
         for c in gl.static_range(PART):
             total += held[c].to(gl.float32) * held[c].to(gl.float32)
-        squares.slice(WHICH * 128, 128, dim=0).store(gl.sum(total.reshape(128, 8), 1))
+        squares.slice(WHICH, 1, dim=0).store(gl.sum(total.reshape(R, 128, 8), 2).reshape(1, R, 128))
         together()
         mbarrier.arrive(squared, count=1)
         mbarrier.wait(squared, normed & 1)
-        ALL: gl.constexpr = gl.DistributedLinearLayout(
-            [[1], [2], [128], [256]], [[4], [8], [16], [32], [64]], [[0], [0]], [], [512]
-        )  # fmt: skip
-        factor = gl.rsqrt(gl.sum(squares.load(ALL), 0) / K + eps)
+        mean = gl.sum(gl.sum(squares.load(_squares_layout(R)), 0), 1) / K
+        factor = gl.convert_layout(gl.rsqrt(mean + eps), gl.SliceLayout(1, L))[:, None]
     for c in gl.static_range(PART):
         v = held[c]
         if NORM:
             v = (v.to(gl.float32) * factor).to(HALF).to(gl.float32)
-            v = (v * weights[c].to(gl.float32)).to(HALF)
+            v = (v * weights[c].to(gl.float32)[None, :]).to(HALF)
         x.index(WHICH + 4 * c).store(v)
-    together()
-    mbarrier.arrive(ready, count=1)
-    mbarrier.wait(ready, brought & 1)
-
-
-@gluon.jit
-def _rows(inputs, at, norm, eps, brought, phase, M, K: gl.constexpr, WHICH: gl.constexpr):
-    """M rows of K to shared memory, normalized; columns from K on are 0. Each group brings two rows."""
-    x, _squares, ready, _squared, go = inputs
-    HALF: gl.constexpr = at.dtype.element_ty
-    CHUNKS: gl.constexpr = _steps(K)
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 2], [1, 0])
-    k = gl.arange(0, 1024, layout=gl.SliceLayout(0, L))
-    m = gl.arange(0, 2, layout=gl.SliceLayout(1, L))
-    row = at + gl.minimum(m + 2 * WHICH, M - 1)[:, None] * K + k[None, :]
-    mbarrier.wait(go, phase & 1)
-    total = gl.zeros([2, 1024], gl.float32, L)
-    held = ()
-    for c in gl.static_range(CHUNKS):
-        there = (k + c * 1024 < K)[None, :] & (m < 2)[:, None]
-        v = gl.load(row + c * 1024, mask=there, other=0, cache_modifier=".cg")
-        if CHUNKS <= 4:
-            held = held + (v,)
-        total += v.to(gl.float32) * v.to(gl.float32)
-    factor = gl.rsqrt(gl.sum(total, 1) / K + eps)[:, None]
-    for c in gl.static_range(CHUNKS):
-        if CHUNKS <= 4:
-            v = held[c]
-        else:
-            there = (k + c * 1024 < K)[None, :] & (m < 2)[:, None]
-            v = gl.load(row + c * 1024, mask=there, other=0, cache_modifier=".cg")
-        w = gl.load(norm + k + c * 1024, mask=k + c * 1024 < K, other=0).to(gl.float32)
-        v = (v.to(gl.float32) * factor).to(HALF).to(gl.float32)
-        x.index(c).slice(2 * WHICH, 2, dim=0).store((v * w[None, :]).to(HALF))
     together()
     mbarrier.arrive(ready, count=1)
     mbarrier.wait(ready, brought & 1)
@@ -217,45 +219,24 @@ def _operand(v, B: gl.constexpr):
 
 
 @gluon.jit
-def _near(x, step, j: gl.constexpr, ONE: gl.constexpr):
-    """The activations of units 4 j to 4 j + 3 of a step, from shared memory."""
-    L: gl.constexpr = _x_layout(4)
-    if ONE:
-        row = gl.convert_layout(
-            x.index(step).slice(256 * j, 256, dim=0).load(_row_layout(4)), gl.SliceLayout(0, L), assert_trivial=True
-        )  # fmt: skip
-        every, _ = gl.broadcast(row.expand_dims(0), gl.zeros([8, 256], gl.int1, L))
-    else:
-        every = x.index(step).slice(256 * j, 256, dim=1).load(L)
-    return every
-
-
-@gluon.jit
-def _far(at, step, M, K: gl.constexpr):
-    """The activations of a step, from global memory past the first cache."""
-    L: gl.constexpr = _x_layout(4)
-    m = gl.arange(0, 8, layout=gl.SliceLayout(1, L))
-    k = gl.arange(0, 256, layout=gl.SliceLayout(0, L))
-    place = at + (gl.minimum(m, M - 1)[:, None] * K + k[None, :]) + step * 1024
-    found = ()
-    for j in gl.static_range(4):
-        if K % 1024 == 0:
-            v = gl.load(place + j * 256, cache_modifier=".cg")
-        else:
-            there = (k + (step * 1024 + j * 256) < K)[None, :] & (m < 8)[:, None]
-            v = gl.load(place + j * 256, mask=there, other=0, cache_modifier=".cg")
-        found = found + (v,)
-    return found
+def _near(x, step, j: gl.constexpr, R: gl.constexpr):
+    """The activations of units 4 j to 4 j + 3 of a step."""
+    L: gl.constexpr = _x_layout(R)
+    v = x.index(step).slice(256 * j, 256, dim=1).load(_rows_layout(R))
+    v = gl.convert_layout(v, gl.SliceLayout(0, L), assert_trivial=True).expand_dims(0)
+    if R < 8:
+        v, _ = gl.broadcast(v, gl.zeros([8 // R, R, 256], gl.int1, L))
+    return v.reshape(8, 256)
 
 
 @gluon.jit
 def _multiply(
-    ring, sums, x, at, done, made, items, M, PAIR: gl.constexpr, K: gl.constexpr, FAR: gl.constexpr,
-    WHICH: gl.constexpr, FORM: gl.constexpr,
-):  # fmt: skip
+    ring, sums, x, done, made, items, PAIR: gl.constexpr, K: gl.constexpr, WHICH: gl.constexpr, FORM: gl.constexpr
+):
     """The group's sums of the program's stripes of a product."""
     STAGES: gl.constexpr = FORM[0]
-    ONE: gl.constexpr = FORM[3]
+    R: gl.constexpr = FORM[3]
+    FENCE: gl.constexpr = FORM[14]
     HALF: gl.constexpr = FORM[4]
     DECODE: gl.constexpr = FORM[5]
     SCALE: gl.constexpr = FORM[6]
@@ -272,24 +253,23 @@ def _multiply(
             mine = (WHICH - done) & 3
             for s in range(mine, STEPS, 4):
                 slot = (done + s) % STAGES
-                if FAR:
-                    now = _far(at, s, M, K)
                 mbarrier.wait(full.index(slot), ((done + s) // STAGES) & 1)
                 words = ()
                 pairs = ()
                 for j in gl.static_range(4):
                     words = words + (codes.index(slot).slice(j * 4, 4, dim=1).load(_codes_layout(4)),)
                     pairs = pairs + (scales.index(slot).slice(j * 4, 4, dim=1).load(_scales_layout(4)),)
-                mbarrier.arrive(empty.index(slot), count=1)
+                if FENCE:
+                    fence_async_shared()
+                    mbarrier.arrive(empty.index(slot), count=1)
                 for j in gl.static_range(4):
                     w = _weights(
                         words[j].reshape(4, 1, 128), pairs[j].reshape(4, 1, 32), 4, 1, A, HALF, DECODE, SCALE
                     )  # fmt: skip
-                    if FAR:
-                        v = now[j]
-                    else:
-                        v = _near(x, s, j, ONE)
-                    acc = mma_v2(w, _operand(v, B), acc)
+                    acc = mma_v2(w, _operand(_near(x, s, j, R), B), acc)
+                if not FENCE:
+                    _when_computed(acc)
+                    mbarrier.arrive(empty.index(slot), count=1)
             done += STEPS
             slot = made % SLOTS
             mbarrier.wait(sums_empty.index(slot), ((made // SLOTS) & 1) ^ 1)
@@ -305,36 +285,23 @@ def consume(ring, sums, inputs, sources, norms, epsilons, numbers, WHICH: gl.con
     """A group's sums of all products, in order."""
     SHAPES: gl.constexpr = FORM[1]
     PHASES: gl.constexpr = FORM[2]
-    ONE: gl.constexpr = FORM[3]
-    FAR: gl.constexpr = not ONE
     items, M, _grid = numbers
     attended, total, gated, behind = sources
     x = inputs[0]
-    go = inputs[4]
     wait_for_kernels_ahead()
     done = 0 * M
     made = 0 * M
-    if ONE:
-        _row(inputs, attended, attended, 0.0, 0, 0, -1, SHAPES[0], False, WHICH)
-    done, made = _multiply(ring, sums, x, attended, done, made, items[0], M, 1, SHAPES[0], FAR, WHICH, FORM)
+    _bring(inputs, attended, attended, 0.0, 0, 0, -1, M, SHAPES[0], False, WHICH, FORM)
+    done, made = _multiply(ring, sums, x, done, made, items[0], 1, SHAPES[0], WHICH, FORM)
     if PHASES > 1:
-        if ONE:
-            _row(inputs, total, norms[0], epsilons[0], 1, 0, 0, SHAPES[1], True, WHICH)
-        else:
-            _rows(inputs, total, norms[0], epsilons[0], 0, 0, M, SHAPES[1], WHICH)
-        done, made = _multiply(ring, sums, x, total, done, made, items[1], M, 2, SHAPES[1], False, WHICH, FORM)
+        _bring(inputs, total, norms[0], epsilons[0], 1, 0, 0, M, SHAPES[1], True, WHICH, FORM)
+        done, made = _multiply(ring, sums, x, done, made, items[1], 2, SHAPES[1], WHICH, FORM)
     if PHASES > 2:
-        if ONE:
-            _row(inputs, gated, gated, 0.0, 2, 0, 1, SHAPES[2], False, WHICH)
-        else:
-            mbarrier.wait(go, 1)
-        done, made = _multiply(ring, sums, x, gated, done, made, items[2], M, 1, SHAPES[2], FAR, WHICH, FORM)
+        _bring(inputs, gated, gated, 0.0, 2, 0, 1, M, SHAPES[2], False, WHICH, FORM)
+        done, made = _multiply(ring, sums, x, done, made, items[2], 1, SHAPES[2], WHICH, FORM)
     if PHASES > 3:
-        if ONE:
-            _row(inputs, behind, norms[1], epsilons[1], 3, 1, 2, SHAPES[3], True, WHICH)
-        else:
-            _rows(inputs, behind, norms[1], epsilons[1], 1, 2, M, SHAPES[3], WHICH)
-        done, made = _multiply(ring, sums, x, behind, done, made, items[3], M, 1, SHAPES[3], False, WHICH, FORM)
+        _bring(inputs, behind, norms[1], epsilons[1], 3, 1, 2, M, SHAPES[3], True, WHICH, FORM)
+        done, made = _multiply(ring, sums, x, done, made, items[3], 1, SHAPES[3], WHICH, FORM)
 
 
 @gluon.jit
@@ -352,104 +319,148 @@ def _activated(g, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def _factor_of(product, rows, P: gl.constexpr, FORM: gl.constexpr):
-    """What the sums of rows are multiplied by, and the bias."""
-    PER_ROW: gl.constexpr = FORM[8]
-    BIAS: gl.constexpr = FORM[9]
-    FACTOR: gl.constexpr = FORM[10]
-    scale2, bias = product
-    if PER_ROW[P]:
-        factor = gl.load(scale2 + rows) * FACTOR
-    else:
-        factor = gl.load(scale2 + 0 * rows) * FACTOR
-    if BIAS[P]:
-        added = gl.load(bias + rows).to(gl.float32)
-    else:
-        added = factor
-    return factor, added
+def _stripe(i, items, PAIR: gl.constexpr):
+    """The program's stripe number i of a product, and whether there is one."""
+    t = gl.program_id(0) + i // PAIR * gl.num_programs(0)
+    return t + i % PAIR * items, t < items
 
 
 @gluon.jit
-def _take(sums, done, factor, P: gl.constexpr, FORM: gl.constexpr):
-    """The next sums of a stripe, as the product has them: (16, 8) that were rounded."""
+def _read(at, items, COUNT: gl.constexpr, PAIR: gl.constexpr):
+    """Values of the rows of the program's stripes."""
+    L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, _sums_layout(4)))
+    n = gl.arange(0, 16, layout=L)
+    found = ()
+    for i in gl.static_range(COUNT * PAIR):
+        stripe, there = _stripe(i, items, PAIR)
+        found = found + (gl.load(at + stripe * 16 + n, mask=(n < 16) & there, other=0.0),)
+    return found
+
+
+@gluon.constexpr_function
+def _pair_of(p):
+    """Stripes of product p that belong together."""
+    return 2 if p == 1 else 1
+
+
+@gluon.jit
+def _keep(values, table, COUNT: gl.constexpr):
+    for i in gl.static_range(COUNT):
+        table.index(i).store(values[i])
+
+
+@gluon.jit
+def _take(sums, done, product, kept, i, stripe, P: gl.constexpr, FORM: gl.constexpr):
+    """The next sums of a stripe, number i, as the product has them: (16, 8) that were rounded."""
     HALF: gl.constexpr = FORM[4]
     SLOTS: gl.constexpr = FORM[7]
+    PER_ROW: gl.constexpr = FORM[8]
     BIAS: gl.constexpr = FORM[9]
+    FACTOR: gl.constexpr = FORM[10]
+    L: gl.constexpr = gl.SliceLayout(0, _sums_layout(4))
     values, full, empty = sums
     slot = done % SLOTS
-    mbarrier.wait(full.index(slot), (done // SLOTS) & 1)
-    y = gl.zeros([16, 8], gl.float32, gl.SliceLayout(0, _sums_layout(4)))
-    for i in gl.static_range(4):
-        y += gl.sum(values.index(slot * 4 + i).load(_sums_layout(4)), 0)
-    mbarrier.arrive(empty.index(slot), count=1)
-    y = y * factor[0][:, None]
     if BIAS[P]:
-        y = y + factor[1][:, None]
+        added = gl.load(product[1] + stripe * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, L))).to(gl.float32)
+    mbarrier.wait(full.index(slot), (done // SLOTS) & 1)
+    y = gl.zeros([16, 8], gl.float32, L)
+    for c in gl.static_range(4):
+        y += gl.sum(values.index(slot * 4 + c).load(_sums_layout(4)), 0)
+    mbarrier.arrive(empty.index(slot), count=1)
+    if PER_ROW[P]:
+        y = y * (kept.index(i).load(gl.SliceLayout(1, L)) * FACTOR)[:, None]
+    else:
+        y = y * (gl.load(product[0]) * FACTOR)
+    if BIAS[P]:
+        y = y + added[:, None]
     return y.to(HALF).to(gl.float32)
 
 
 @gluon.jit
-def _add(sums, product, before, to, done, items, M, WIDTH: gl.constexpr, P: gl.constexpr, FORM: gl.constexpr):
-    """Rows of what was before, with the product added."""
+def _add(sums, product, kept, stream, to, done, items, M, WIDTH: gl.constexpr, P: gl.constexpr, FORM: gl.constexpr):
+    """Rows of the residual stream, with the product added; ``stream`` has the program's."""
     HALF: gl.constexpr = FORM[4]
     L: gl.constexpr = gl.SliceLayout(0, _sums_layout(4))
     n = gl.arange(0, 16, layout=gl.SliceLayout(1, L))
     m = gl.arange(0, 8, layout=gl.SliceLayout(0, L))
+    i = 0 * M
     for t in range(gl.program_id(0), items, gl.num_programs(0)):
-        rows = t * 16 + n
-        place = m[None, :] * WIDTH + rows[:, None]
-        there = (m < M)[None, :] & (rows < WIDTH)[:, None]
-        old = gl.load(before + place, mask=there, other=0, cache_modifier=".cg").to(gl.float32)
-        y = _take(sums, done, _factor_of(product, rows, P, FORM), P, FORM)
-        gl.store(to + place, (old + y).to(HALF), mask=there)
+        y = stream.index(i).load(L) + _take(sums, done, product, kept, i, t, P, FORM)
+        y = y.to(HALF)
+        place = m[None, :] * WIDTH + (t * 16 + n)[:, None]
+        gl.store(to + place, y, mask=(m < M)[None, :] & (n < 16)[:, None])
+        stream.index(i).store(y.to(gl.float32))
+        i += 1
         done += 1
     return done
 
 
 @gluon.jit
-def finish(sums, products, given, sources, out, counts, go, numbers, FORM: gl.constexpr):
+def finish(sums, products, tables, given, sources, out, counts, go, numbers, FORM: gl.constexpr):
     """What follows the sums of each product."""
     SHAPES: gl.constexpr = FORM[1]
     PHASES: gl.constexpr = FORM[2]
     HALF: gl.constexpr = FORM[4]
+    PER_ROW: gl.constexpr = FORM[8]
     ACTIVATION: gl.constexpr = FORM[11]
+    ROUNDS: gl.constexpr = FORM[13]
+    MOST: gl.constexpr = ROUNDS[0]
     H: gl.constexpr = SHAPES[1]
     INNER: gl.constexpr = SHAPES[2]
     WIDTH: gl.constexpr = SHAPES[4]
     items, M, grid = numbers
     _attended, total, gated, behind = sources
+    kept, stream = tables
     L: gl.constexpr = gl.SliceLayout(0, _sums_layout(4))
     n = gl.arange(0, 16, layout=gl.SliceLayout(1, L))
     m = gl.arange(0, 8, layout=gl.SliceLayout(0, L))
+    factors = ()
+    for p in gl.static_range(PHASES):
+        if PER_ROW[p]:
+            factors = factors + (_read(products[p][0], items[p], ROUNDS[p], _pair_of(p)),)
+        else:
+            factors = factors + ((),)
+    for p in gl.static_range(PHASES):
+        if PER_ROW[p]:
+            _keep(factors[p], kept[p], ROUNDS[p] * _pair_of(p))
     wait_for_kernels_ahead()
+    old = ()
+    for i in gl.static_range(MOST):
+        t, there = _stripe(i, items[0], 1)
+        place = m[None, :] * H + (t * 16 + n)[:, None]
+        old = old + (gl.load(given + place, mask=(m < M)[None, :] & ((n < 16) & there)[:, None], other=0),)
+    for i in gl.static_range(MOST):
+        stream.index(i).store(old[i].to(gl.float32))
     done = 0 * M
-    done = _add(sums, products[0], given, total, done, items[0], M, H, 0, FORM)
+    done = _add(sums, products[0], kept[0], stream, total, done, items[0], M, H, 0, FORM)
     if PHASES > 1:
         _count_and_wait(counts, grid, go)
+        i = 0 * M
         for t in range(gl.program_id(0), items[1], gl.num_programs(0)):
-            rows = t * 16 + n
-            of_gate = _factor_of(products[1], rows, 1, FORM)
-            of_up = _factor_of(products[1], INNER + rows, 1, FORM)
-            gate = _take(sums, done, of_gate, 1, FORM)
-            up = _take(sums, done + 1, of_up, 1, FORM)
+            gate = _take(sums, done, products[1], kept[1], i, t, 1, FORM)
+            up = _take(sums, done + 1, products[1], kept[1], i + 1, t + items[1], 1, FORM)
             y = (_activated(gate, ACTIVATION) * up).to(HALF)
-            gl.store(gated + m[None, :] * INNER + rows[:, None], y, mask=(m < M)[None, :] & (rows < INNER)[:, None])
+            place = m[None, :] * INNER + (t * 16 + n)[:, None]
+            gl.store(gated + place, y, mask=(m < M)[None, :] & (n < 16)[:, None])
+            i += 2
             done += 2
     if PHASES > 2:
         _count_and_wait(counts + 1, grid, go)
-        done = _add(sums, products[2], total, behind, done, items[2], M, H, 2, FORM)
+        done = _add(sums, products[2], kept[2], stream, behind, done, items[2], M, H, 2, FORM)
     if PHASES > 3:
         _count_and_wait(counts + 2, grid, go)
+        i = 0 * M
         for t in range(gl.program_id(0), items[3], gl.num_programs(0)):
-            rows = t * 16 + n
-            y = _take(sums, done, _factor_of(products[3], rows, 3, FORM), 3, FORM).to(HALF)
-            gl.store(out + m[None, :] * WIDTH + rows[:, None], y, mask=(m < M)[None, :] & (rows < WIDTH)[:, None])
+            y = _take(sums, done, products[3], kept[3], i, t, 3, FORM).to(HALF)
+            place = m[None, :] * WIDTH + (t * 16 + n)[:, None]
+            gl.store(out + place, y, mask=(m < M)[None, :] & (n < 16)[:, None])
+            i += 1
             done += 1
     if PHASES > 1:
         together()
         if gl.atomic_add(counts + 3, 1, sem="acq_rel", scope="gpu") == grid - 1:
-            for i in gl.static_range(4):
-                gl.store(counts + i, 0)
+            for c in gl.static_range(4):
+                gl.store(counts + c, 0)
 
 
 @gluon.jit
@@ -489,7 +500,10 @@ def chain(
     STAGES: gl.constexpr,
     SHAPES: gl.constexpr,
     PHASES: gl.constexpr,
-    ONE: gl.constexpr,
+    R: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    FENCE: gl.constexpr,
     PER_ROW: gl.constexpr,
     BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -514,14 +528,16 @@ def chain(
         behind: (M, H), s2.
         out: (M, N).
         counts: i32, four zeros; zeros again at the end.
-        M: 1 to 8.
+        M: 1 to R.
         eps_1: of the first norm.
         eps_2: of the second.
         items_o: stripes, or pairs of them, as of the other products.
         STAGES: of the ring.
         SHAPES: A, H, I, H and N.
         PHASES: products, 4 or 3; fewer are for tests.
-        ONE: M is 1.
+        R: rows of activations in shared memory: 1, 2, 4 or 8.
+        ROUNDS: stripes of a program, or pairs of them, of each product: at least so many, a power of two.
+        AHEAD: stages of the ring, at most, that are on their way.
         PER_ROW: for each product, whether scale2 has a value for each row.
         BIAS: for each, whether there is one.
         ACTIVATION: a name.
@@ -536,17 +552,22 @@ def chain(
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 16, 128], codes_o.layout)
     scales = gl.allocate_shared_memory(gl.int16, [STAGES, 1, 16, 32], scales_o.layout)
     values = gl.allocate_shared_memory(gl.float32, [SLOTS * 4, 4, 16, 8], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    squares = gl.allocate_shared_memory(gl.float32, [512], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    squares = gl.allocate_shared_memory(gl.float32, [4, R, 128], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    kept = (
+        gl.allocate_shared_memory(gl.float32, [ROUNDS[0], 16], ROW),
+        gl.allocate_shared_memory(gl.float32, [ROUNDS[1] * 2, 16], ROW),
+        gl.allocate_shared_memory(gl.float32, [ROUNDS[2], 16], ROW),
+        gl.allocate_shared_memory(gl.float32, [ROUNDS[3], 16], ROW),
+    )
+    stream = gl.allocate_shared_memory(gl.float32, [ROUNDS[0], 16, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     sums_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     sums_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     others = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    if ONE:
-        CHUNKS: gl.constexpr = max(_steps(SHAPES[0]), _steps(SHAPES[1]), _steps(SHAPES[2]))
-        x = gl.allocate_shared_memory(HALF, [CHUNKS, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    else:
-        x = gl.allocate_shared_memory(HALF, [_steps(SHAPES[1]), 8, 1024], gl.SwizzledSharedLayout(8, 1, 2, [1, 0]))
+    CHUNKS: gl.constexpr = max(_steps(SHAPES[0]), _steps(SHAPES[1]), _steps(SHAPES[2]))
+    x = gl.allocate_shared_memory(HALF, [CHUNKS, R, 1024], gl.SwizzledSharedLayout(8, 1, min(R, 2), [1, 0]))
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
@@ -561,7 +582,7 @@ def chain(
     mbarrier.init(go, count=1)
     fence_async_shared()
     FORM: gl.constexpr = (
-        STAGES, SHAPES, PHASES, ONE, HALF, DECODE, SCALE, SLOTS, PER_ROW, BIAS, FACTOR, ACTIVATION,
+        STAGES, SHAPES, PHASES, R, HALF, DECODE, SCALE, SLOTS, PER_ROW, BIAS, FACTOR, ACTIVATION, AHEAD, ROUNDS, FENCE,
     )  # fmt: skip
     ring = (codes, scales, full, empty)
     sums = (values, sums_full, sums_empty)
@@ -581,7 +602,7 @@ def chain(
             (consume, (ring, sums, inputs, sources, norms, eps, numbers, 2, FORM)),
             (consume, (ring, sums, inputs, sources, norms, eps, numbers, 3, FORM)),
             (produce, (maps, ring, numbers, FORM)),
-            (finish, (sums, products, residual, sources, out, counts, go, numbers, FORM)),
+            (finish, (sums, products, (kept, stream), residual, sources, out, counts, go, numbers, FORM)),
         ],
         [4, 4, 4, 1, 1],
         [REGISTERS[0], REGISTERS[0], REGISTERS[0], REGISTERS[1], REGISTERS[1]],
