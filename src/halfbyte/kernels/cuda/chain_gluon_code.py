@@ -113,13 +113,18 @@ def _when_computed(acc):
 
 
 @gluon.jit
-def _count_and_wait(counter, count, go):
-    """Count the program in, behind all that the warp stored, and let the consumers go on when all are counted."""
+def _count_and_wait(counters, phase: gl.constexpr, grid, go, ready):
+    """Count the program in, behind all that the warp stored, and let the consumers go on when all are counted.
+
+    Not before all of them have gone on the last time: who waits for a barrier does not see it pass twice.
+    """
+    counter = counters + phase
     together()
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
     gl.inline_asm_elementwise(
-        WAIT, "=r,l,r", [counter.to(gl.int64, bitcast=True), count], dtype=gl.int32, is_pure=False, pack=1
+        WAIT, "=r,l,r", [counter.to(gl.int64, bitcast=True), grid], dtype=gl.int32, is_pure=False, pack=1
     )
+    mbarrier.wait(ready, phase & 1)
     together()
     mbarrier.arrive(go, count=1)
 
@@ -396,7 +401,7 @@ def _add(sums, product, kept, stream, to, done, items, M, WIDTH: gl.constexpr, P
 
 
 @gluon.jit
-def finish(sums, products, tables, given, sources, out, counts, go, numbers, FORM: gl.constexpr):
+def finish(sums, products, tables, given, sources, out, counts, go, ready, numbers, FORM: gl.constexpr):
     """What follows the sums of each product."""
     SHAPES: gl.constexpr = FORM[1]
     PHASES: gl.constexpr = FORM[2]
@@ -434,7 +439,7 @@ def finish(sums, products, tables, given, sources, out, counts, go, numbers, FOR
     done = 0 * M
     done = _add(sums, products[0], kept[0], stream, total, done, items[0], M, H, 0, FORM)
     if PHASES > 1:
-        _count_and_wait(counts, grid, go)
+        _count_and_wait(counts, 0, grid, go, ready)
         i = 0 * M
         for t in range(gl.program_id(0), items[1], gl.num_programs(0)):
             gate = _take(sums, done, products[1], kept[1], i, t, 1, FORM)
@@ -445,10 +450,10 @@ def finish(sums, products, tables, given, sources, out, counts, go, numbers, FOR
             i += 2
             done += 2
     if PHASES > 2:
-        _count_and_wait(counts + 1, grid, go)
+        _count_and_wait(counts, 1, grid, go, ready)
         done = _add(sums, products[2], kept[2], stream, behind, done, items[2], M, H, 2, FORM)
     if PHASES > 3:
-        _count_and_wait(counts + 2, grid, go)
+        _count_and_wait(counts, 2, grid, go, ready)
         i = 0 * M
         for t in range(gl.program_id(0), items[3], gl.num_programs(0)):
             y = _take(sums, done, products[3], kept[3], i, t, 3, FORM).to(HALF)
@@ -602,7 +607,7 @@ def chain(
             (consume, (ring, sums, inputs, sources, norms, eps, numbers, 2, FORM)),
             (consume, (ring, sums, inputs, sources, norms, eps, numbers, 3, FORM)),
             (produce, (maps, ring, numbers, FORM)),
-            (finish, (sums, products, (kept, stream), residual, sources, out, counts, go, numbers, FORM)),
+            (finish, (sums, products, (kept, stream), residual, sources, out, counts, go, ready, numbers, FORM)),
         ],
         [4, 4, 4, 1, 1],
         [REGISTERS[0], REGISTERS[0], REGISTERS[0], REGISTERS[1], REGISTERS[1]],
