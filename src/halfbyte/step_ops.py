@@ -180,8 +180,13 @@ def chain(
         total=total,
         qkv=qkv,
     )
-    call = args.call()
-    _run(args, (call, residual.shape, forced_name()))
+    if len(residual):
+        call = args.call()
+        key = "chain", call, forced_name()
+        run = _known.get(key)
+        if run is None:
+            run = _known[key] = select(ChainArgs, call).run
+        run(args)
     return total, qkv
 
 
