@@ -145,7 +145,7 @@ CHAINS = {
         "step": {"base"},
         "gated": {"base", "step"},
         "pick": {"base", "step"},
-        "chain": {"base", "step"},
+        "chain": {"base", "gated", "step"},
     },
     "kernels.cpu": {
         "exact": {"product_code"},
