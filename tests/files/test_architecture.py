@@ -146,7 +146,7 @@ CHAINS = {
         "gated": {"base", "step"},
         "pick": {"base", "step"},
         "dense": {"base", "step"},
-        "chain": {"base", "step"},
+        "chain": {"base", "gated", "step"},
     },
     "kernels.cpu": {
         "exact": {"product_code"},

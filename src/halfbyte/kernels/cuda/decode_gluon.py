@@ -88,7 +88,7 @@ FEW: Final = Decode()
 """The default for up to 8 tokens."""
 MANY: Final = Decode(tiles=2, ahead=3)
 """The default for 9 to 16 tokens."""
-FEW_GATED: Final = Decode(tiles=2, ahead=3)
+FEW_GATED: Final = Decode(tiles=2, ahead=2)
 MANY_GATED: Final = Decode(warps=2, tiles=2, ahead=3)
 """The same of products with a gate."""
 CONFIGURATIONS: Final = (
