@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -48,22 +48,6 @@ def product(layout: str, shape: Shape, name: str, dtype: str, rows: Sequence[int
     torch.cuda.synchronize()
 
 
-def picked(layout: str, shape: Shape, dtype: str, rows: Sequence[int], fp8_rows: Sequence[int]) -> None:
-    """With the kernels that ``linear`` picks, exact and in FP8."""
-    import torch
-
-    import halfbyte as hb
-    from halfbyte.layouts import Packed, parse
-
-    how = parse(layout)
-    buffers = {part: torch.zeros(size, dtype=torch.uint8, device="cuda") for part, size in how.sizes(shape).items()}
-    packed = Packed(how, shape, buffers | {"scale2": torch.ones(1, 1, device="cuda")})
-    for precision, counts in (("exact", rows), ("fp8", fp8_rows)):
-        for m in counts:
-            hb.linear(torch.zeros(m, shape[1], dtype=getattr(torch, dtype), device="cuda"), packed, precision=precision)
-    torch.cuda.synchronize()
-
-
 def humming(shapes: Sequence[Shape], rows: Sequence[int]) -> None:
     from benchmarks import gpu_humming
 
@@ -93,11 +77,6 @@ def compile_ahead(
             what = f"{layout}, {shape[0]}x{shape[1]}"
             tasks |= {f"{name}, {what}": (product, (layout, shape, name, dtype, rows)) for name in kernels}
             tasks[f"pack, {what}"] = pack, (layout, shape)
-    return in_processes(tasks)
-
-
-def in_processes(tasks: Mapping[str, tuple[Callable[..., None], tuple[Any, ...]]]) -> list[str]:
-    """Run tasks by name; a line for each that failed."""
     failed = []
     with ProcessPoolExecutor(min(PROCESSES, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         futures = {name: pool.submit(_attempt, *task) for name, task in tasks.items()}

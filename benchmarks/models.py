@@ -1,6 +1,6 @@
 """Figures of a whole model on a GPU: a Llama-3-8B with random NVFP4 weights beside the same in bfloat16.
 
-    python -m benchmarks.models [--layers 32] [--quick] [--out FILE.json] [--device cpu]
+    python -m benchmarks.models [--layers 32] [--new 256] [--quick] [--out FILE.json] [--device cpu]
 
 A checkpoint of ModelOpt's is written into a temporary directory, lm_head left in bfloat16, and loaded by
 ``halfbyte.hf.from_pretrained``; the dense model has the same weights as bfloat16 holds them, exactly. Both run in
@@ -32,14 +32,14 @@ from typing import Any
 import torch
 
 import halfbyte as hb
-from benchmarks import gpu_ahead, gpu_bounds, gpu_report, gpu_timing, timing
+from benchmarks import gpu_bounds, gpu_report, gpu_timing, timing
 from benchmarks.gpu_bounds import Bound
 from benchmarks.random_models import HEAD, RandomModel, llama, llama_3_8b
 from benchmarks.timing import Figure, Row
 from halfbyte.decoder.families import Decoder
 from halfbyte.kernels.cuda.ceilings import CEILINGS
 
-ROUNDS, FIRST_ROUNDS = 3, 5
+ROUNDS = 3
 PROMPT, NEW, LONG_PROMPT = 512, 256, 2048
 BATCHES = (1, 16)
 PROBE_WORDS = 1 << 30
@@ -84,11 +84,12 @@ class Bench:
         self.bounded = bool(ceiling) and not (options.quick or options.tiny) and options.layers == 32
         self.probed: float | None = None
         self.rows: list[Row] = []
+        self.start = time.perf_counter()
         torch.manual_seed(0)
 
     def say(self, row: Row) -> None:
         self.rows.append(row)
-        print(row, flush=True)
+        print(f"{time.perf_counter() - self.start:4.0f} s  {row}", flush=True)
 
     def bound(self, of: Bound | None) -> Bound | tuple[None, None]:
         return of if of and self.bounded else (None, None)
@@ -155,17 +156,18 @@ class Bench:
         error = float((got - expected).norm() / expected.norm())
         if not error <= AGREE:
             raise DifferentError(f"the logits of {contender.who} are off by {error:.2g}, more than {AGREE:g}")
-        self.say(Row("logits", contender.who, 0.0, figures=(Figure("relative error", error),)))
+        said = f"after {self.options.prompt} tokens off by {error:.2g} of their norm beside those of bfloat16"
+        self.say(Row("logits", contender.who, missing=said, facts={"relative_error": error}))
 
     def generate(self, contender: Contender, prompt: Any, new: int, **how: Any) -> Any:
         return hb.generate(contender.model, prompt, max_new_tokens=new, **how)
 
     def decoding(self, contenders: Sequence[Contender], batch: int) -> None:
-        """Time a step of each, in turns."""
+        """Time a step of each, in turns; the dense model is the last."""
         prompt, new = self.prompt(batch, self.options.prompt), self.options.new
         texts = {one.who: self.generate(one, prompt, new).tokens for one in contenders}
         if self.device == "cuda":
-            for one in contenders:
+            for one in contenders[:-1]:
                 same(texts[one.who], self.generate(one, prompt, new, graph=False).tokens, f"{one.who} without graphs")
         seconds: dict[str, list[float]] = {one.who: [] for one in contenders}
         how = {}
@@ -208,7 +210,7 @@ class Bench:
         calls.append(("nvfp4 fp8", lambda: in_fp8(nvfp4.model, lambda: self.generate(nvfp4, prompt, 1))))
         for _, call in calls:
             call()
-        for who, call in in_turns(calls, self.options.first_rounds):
+        for who, call in in_turns(calls, 2 * self.options.rounds):
             self.synchronize()
             seconds[who].append(timed(call)[1])
         medians = {who: statistics.median(taken) for who, taken in seconds.items()}
@@ -229,24 +231,7 @@ class Bench:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def compile_ahead(self) -> None:
-        """Compile the products of the run in several processes, those of prompts one by one and together."""
-        config, layout = self.config, "fragments(dtype=bfloat16)"
-        q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        hidden, inner = config.hidden_size, config.intermediate_size
-        shapes = [(n, hidden) for n in (q, kv, q + 2 * kv, inner, 2 * inner)] + [(hidden, q), (hidden, inner)]
-        prompts = [self.options.long_prompt, *(batch * self.options.prompt for batch in self.options.batches)]
-        rows = [*self.options.batches, *prompts]
-        tasks = {
-            f"{n}x{k}": (gpu_ahead.picked, (layout, (n, k), "bfloat16", rows, prompts[:1]))
-            for n, k in dict.fromkeys(shapes)
-        }
-        failed, seconds = timed(lambda: gpu_ahead.in_processes(tasks))
-        print("".join(f"not compiled: {line}\n" for line in failed) + f"compiled in {seconds:.0f} s", flush=True)
-
     def run(self) -> None:
-        if self.device == "cuda":
-            self.compile_ahead()
         self.probe()
         made = RandomModel(self.config, self.device)
         nvfp4, dense = self.load(made), self.dense(made)
@@ -324,6 +309,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--quick", action="store_true", help="few tokens and rounds; no bounds")
+    parser.add_argument("--new", type=int, help="tokens of a text")
+    parser.add_argument("--rounds", type=int, help="of each measurement")
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--scratch", type=Path, help="where the checkpoint lies while it is loaded")
     parser.add_argument("--out", type=Path, help="a JSON file for all rows")
@@ -331,9 +318,10 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a model of 128 features, to try out the benchmark itself")
     options = parser.parse_args(arguments)
     few = options.quick or options.tiny
-    options.prompt, options.new = (64, 16) if few else (PROMPT, NEW)
+    options.prompt = 64 if few else PROMPT
+    options.new = options.new or (16 if few else NEW)
     options.long_prompt = 300 if few else LONG_PROMPT
-    options.rounds, options.first_rounds = (2, 2) if few else (ROUNDS, FIRST_ROUNDS)
+    options.rounds = options.rounds or (2 if few else ROUNDS)
     return options
 
 

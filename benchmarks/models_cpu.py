@@ -132,8 +132,9 @@ def tokens(path: Path) -> list[int]:
 
 def embeddings(count: int) -> Iterator[Row]:
     """Sentences by MiniLM in NVFP4, and the error of each layer."""
-    import halfbyte.hf
     import torch
+
+    import halfbyte.hf
 
     model, tokenizer = minilm.load()
     texts = minilm.sentences(count)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from halfbyte.kernels import step as reference
-from halfbyte.kernels.cuda import step
+from halfbyte.kernels.cuda import attend_gluon, step
 from halfbyte.kernels.cuda.launch import options_of
 from halfbyte.kernels.cuda.step import Attend
 from halfbyte.kernels.step import ACTIVATIONS, AddNormArgs, AttendArgs, GateArgs
@@ -36,7 +36,7 @@ def add_norms(device: str, dtypes: tuple[str, ...] = DTYPES) -> Iterator[str]:
         x, r = (random(m, h, dtype=dtype, seed=seed, device=device) for seed in (0, 1))
         weight = random(h, dtype=dtype, seed=2, device=device)
         results = []
-        for launch in (reference.ADD_NORM.launch, step.launch_add_norm):
+        for launch in (reference.ADD_NORM.run, step.ADD_NORM.run):
             normed = torch.full_like(x, torch.nan)
             total = torch.full_like(x, torch.nan) if residual else x
             given = {"x": x, "residual": r if residual else None, "weight": weight, "eps": 1e-5}
@@ -55,8 +55,8 @@ def gates(device: str, dtypes: tuple[str, ...] = DTYPES) -> Iterator[str]:
     for (m, width), dtype, activation in itertools.product(WIDTHS, dtypes, ACTIVATIONS):
         both = 3 * random(m, 2 * width, dtype=dtype, device=device)
         expected, got = (torch.full_like(both[:, :width].contiguous(), torch.nan) for _ in range(2))
-        reference.GATE.launch(GateArgs(gate_up=both, activation=activation, out=expected))
-        step.launch_gate(GateArgs(gate_up=both, activation=activation, out=got))
+        reference.GATE.run(GateArgs(gate_up=both, activation=activation, out=expected))
+        step.GATE.run(GateArgs(gate_up=both, activation=activation, out=got))
         name = f"gate {m}x{width} {dtype} {activation}"
         off = (got.double() - expected.double()).abs()
         assert (off <= 2.02 * HALF_ULP[dtype] * expected.double().abs() + 1e-5).all(), (name, off.max())
@@ -88,8 +88,24 @@ def attended(case: Any, dtype: str, device: str) -> AttendArgs:
     )  # fmt: skip
 
 
-def attends(device: str, dtypes: tuple[str, ...] = DTYPES) -> Iterator[str]:
-    for case, dtype in itertools.product(ATTENDED, dtypes):
+GLUON = [
+    (8, 2, 64, (0, 17, 63), 64, None, False, (attend_gluon.Attend(1), attend_gluon.Attend(4, 1))),
+    (4, 1, 128, (299, 31), 300, None, True, (attend_gluon.Attend(1, 2), attend_gluon.Attend(3, 4))),
+    (6, 2, 64, (40, 264), 270, 20, False, (attend_gluon.Attend(2),)),
+    (8, 1, 128, (33,), 48, 1, True, (attend_gluon.Attend(2, 2, 128), attend_gluon.Attend(1))),
+    (5, 5, 128, (50, 200), 256, 33, False, (attend_gluon.Attend(4, 8), attend_gluon.Attend(2, 1))),
+    (4, 2, 128, (-1, 64, 5), 64, None, False, (attend_gluon.Attend(2), attend_gluon.Attend(1))),
+]
+
+
+def gluon_attends(device: str, dtypes: tuple[str, ...] = attend_gluon.DTYPES) -> Iterator[str]:
+    return attends(device, dtypes, GLUON, attend_gluon.bind)
+
+
+def attends(
+    device: str, dtypes: tuple[str, ...] = DTYPES, cases: Any = ATTENDED, bind: Any = step.bind_attend
+) -> Iterator[str]:
+    for case, dtype in itertools.product(cases, dtypes):
         positions, room, configurations = case[3], case[4], case[7]
         b = len(positions)
         args = attended(case, dtype, device)
@@ -103,11 +119,11 @@ def attends(device: str, dtypes: tuple[str, ...] = DTYPES) -> Iterator[str]:
         inside = replace(expected, positions=at.where(valid, 0)) if device == "cpu" else expected
         if device == "cpu" and not valid.all():
             inside.keys.copy_(torch.where(valid[:, None, None, None], inside.keys, 0))
-        reference.ATTEND.launch(inside)
+        reference.ATTEND.run(inside)
         for made in configurations:
             got, again = fresh(args), fresh(args)
-            step.launch_attend(got, made)
-            step.launch_attend(again, made)
+            bind(got, made)(*got.arrays())
+            bind(again, made)(*again.arrays())
             assert torch.equal(_bits(got.out), _bits(again.out)), name
             assert got.out[~valid].isnan().all(), name
             for i in torch.nonzero(valid).flatten().tolist():
@@ -135,9 +151,20 @@ def jobs(capability: int, dtypes: tuple[str, ...] = DTYPES) -> Iterator[tuple[st
         for case in ATTENDED:
             call = attended(case, dtype, "cpu").call()
             made += [("attend", *step.attend_parts(call, one, capability)) for one in case[7]]
-            made += [("add_up", *step.add_up_parts(call, one, capability)) for one in case[7] if one.splits > 1]
+            made += [("add_up", *step.add_up_parts(call, one.splits, capability)) for one in case[7] if one.splits > 1]
     for name, signature, constants, warps in made:
         yield "halfbyte.kernels.cuda.step_code", name, (signature, constants, options_of(warps=warps))
+    if capability != 90:
+        return
+    for case, dtype in itertools.product(GLUON, attend_gluon.DTYPES):
+        call = attended(case, dtype, "cpu").call()
+        for one in case[7]:
+            signature, constants, warps = attend_gluon.parts(call, one, False)
+            options = options_of(warps=warps, maxnreg=one.registers)
+            yield "halfbyte.kernels.cuda.attend_gluon_code", "attend", (signature, constants, options)
+            if (shares := one.splits * one.warps) > 1:
+                signature, constants, warps = step.add_up_parts(call, shares, capability)
+                yield "halfbyte.kernels.cuda.step_code", "add_up", (signature, constants, options_of(warps=warps))
 
 
 def fresh(args: AttendArgs) -> AttendArgs:

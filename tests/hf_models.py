@@ -52,7 +52,18 @@ def bert_mlm(**changes: Any) -> Any:
     return tf.BertForMaskedLM(tf.BertConfig(**SIZES | changes))
 
 
-MODELS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (llama, qwen2, qwen3_moe, mixtral, bert, bert_mlm)}
+def llava(**changes: Any) -> Any:
+    """Two models in one, which checkpoints name otherwise."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = tf.CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
+    text = tf.LlamaConfig(**SIZES, num_key_value_heads=2)
+    config = tf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=95, **changes)
+    return tf.LlavaForConditionalGeneration(config)
+
+
+MODELS: dict[str, Callable[..., Any]] = {
+    f.__name__: f for f in (llama, qwen2, qwen3_moe, mixtral, bert, bert_mlm, llava)
+}
 
 
 def build(name: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: Any) -> Any:

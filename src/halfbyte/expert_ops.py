@@ -8,8 +8,10 @@
 
 On the CPU, and on a GPU outside of CUDA graphs, tokens are sorted by expert: a GPU's host waits once for their counts.
 While a CUDA graph is captured nothing may wait. There every expert computes all tokens and the routing picks, or, where
-that reads less, the bytes of each slot's expert are gathered first. In a graph nothing can be raised either: a token
-whose routing is refused elsewhere is NaN.
+that reads less, the bytes of each slot's expert are gathered first. So an expert may compute another number of tokens
+in a graph than outside, and other kernels, which add in another order, may run: the results agree within their bounds,
+and bit for bit only where the same kernels run. In a graph nothing can be raised either: a token whose routing is
+refused elsewhere is NaN.
 """
 
 from __future__ import annotations
@@ -201,8 +203,12 @@ def compute(hidden: Tensor, indices: Tensor, weights: Tensor, stacks: Stacks, mi
 
 
 def _compute(hidden: Tensor, indices: Tensor, weights: Tensor, stacks: Stacks, mixture: Mixture) -> Tensor:
-    slots = _in_graph if capturing(hidden.device) else _sorted
-    y = slots(hidden, indices, stacks, mixture)
+    if capturing(hidden.device):
+        y = _in_graph(hidden, indices, stacks, mixture)
+    else:
+        y = _sorted(hidden, indices, stacks, mixture)
+        if hidden.is_cuda:
+            _ready(hidden, indices, stacks, mixture)
     out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     skipped = (indices < 0) | (indices >= mixture.experts) if mixture.padding else None
     for s in range(indices.shape[1]):
@@ -245,7 +251,7 @@ def _in_graph(hidden: Tensor, indices: Tensor, stacks: Stacks, mixture: Mixture)
     (tokens, k), local = indices.shape, mixture.local
     y = torch.full((tokens, k, hidden.shape[1]), float("nan"), dtype=torch.float32, device=hidden.device)
     first = local[0] if local else 0
-    if local == tuple(range(first, first + len(local))) and _COPIED * tokens * k < len(local):
+    if _gathers(indices, mixture):
         places = indices.long() - first
         known = (places >= 0) & (places < len(local))
         places = places.clamp(0, len(local) - 1)
@@ -256,6 +262,25 @@ def _in_graph(hidden: Tensor, indices: Tensor, stacks: Stacks, mixture: Mixture)
     for place, e in enumerate(local):
         y = torch.where((indices == e)[..., None], stacks.mlp(hidden, place, mixture)[:, None], y)
     return y
+
+
+def _gathers(indices: Tensor, mixture: Mixture) -> bool:
+    """Whether a graph copies the expert of each slot, and does not let all experts compute all tokens."""
+    local = mixture.local
+    together = len(local) > 0 and local[-1] - local[0] + 1 == len(local)
+    return together and _COPIED * indices.numel() < len(local)
+
+
+def _ready(hidden: Tensor, indices: Tensor, stacks: Stacks, mixture: Mixture) -> None:
+    """See that the kernels are compiled which the same call takes in a graph, where none can be; once for each call."""
+    key = "in a graph", tuple(indices.shape), hidden.dtype
+    if hidden.shape[0] and mixture.local and key not in stacks.gate_up.memo:
+        if _gathers(indices, mixture):
+            first = torch.zeros(1, dtype=torch.int64, device=hidden.device)
+            stacks.gathered(hidden[:1], first, mixture)
+        else:
+            stacks.mlp(hidden, 0, mixture)
+        stacks.gate_up.memo[key] = True
 
 
 def check(hidden: Tensor, indices: Tensor, weights: Tensor, stacks: Stacks) -> None:

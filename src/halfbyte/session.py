@@ -141,8 +141,11 @@ class Session:
         words = _tokenizer(folder) if tokenizer else None
         quantized = any(module.kind in ("nvfp4", "fp8") for module in checkpoint.modules)
         how = None if precision == "exact" else precision
+        model = _model(folder, quantized, place, dtype, how, fuse, layout)
+        if not getattr(model, "can_generate", bool)():
+            raise UsageError("this model does not generate text", file=str(folder), got=type(model).__name__)
         return Session(
-            model=_model(folder, quantized, place, dtype, how, fuse, layout),
+            model=model,
             tokenizer=words,
             path=folder,
             quantized=quantized,
@@ -301,8 +304,10 @@ def _tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # of many kinds, by what is missing or damaged
+        there = any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.tiktoken", "*.model"))
         hint = "copy tokenizer.json and tokenizer_config.json of the original model there"
-        raise FormatError("no tokenizer can be loaded", file=str(folder), got=_line(error), hint=hint) from error
+        got = _line(error) if there else "none of its files"
+        raise FormatError("no tokenizer can be loaded", file=str(folder), got=got, hint=hint) from error
 
 
 def _model(

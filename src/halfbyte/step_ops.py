@@ -6,19 +6,22 @@ Tensors are torch's, without gradients. On a GPU nothing waits for the device, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError
-from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, GateArgs, select
+from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, GateArgs, PickArgs, select
+from halfbyte.kernels.base import ALIGNED
 from halfbyte.layouts import Packed
+from halfbyte.operands import contiguous
 from halfbyte.remembered import forced_name
 
-__all__ = ["add_norm", "attend", "chain", "gate"]
+__all__ = ["add_norm", "attend", "chain", "gate", "pick"]
 
-_kernels: Final[dict[Any, Callable[[Any], None]]] = {}
+_known: Final[dict[Any, Callable[..., None]]] = {}
 """What runs on calls of one key."""
 
 
@@ -39,13 +42,17 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
         UsageError: tensors that do not fit each other.
         NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
     """
-    x = x if x.is_contiguous() else x.contiguous()
-    if residual is not None and not residual.is_contiguous():
-        residual = residual.contiguous()
+    x = _whole(x)
+    residual = None if residual is None else _whole(residual)
+    weight = _whole(weight)
     normed = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
-    args = AddNormArgs(x=x, residual=residual, weight=weight, eps=eps, normed=normed, total=total)
-    _run(args, ("add_norm", x.shape, x.dtype, x.device, residual is None, forced_name()))
+    key = "add_norm", _kind(x), residual is None or _kind(residual), _kind(weight), forced_name()
+    run = _known.get(key)
+    if run is None:
+        args = AddNormArgs(x=x, residual=residual, weight=weight, eps=eps, normed=normed, total=total)
+        run = _known[key] = _bound(args)
+    run(x, residual, weight, eps, normed, total)
     return normed, total
 
 
@@ -88,15 +95,21 @@ def attend(
         UsageError: tensors that do not fit each other; on the CPU a position outside of the cache.
         NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
     """
-    qkv = qkv if qkv.is_contiguous() else qkv.contiguous()
+    qkv = _whole(qkv)
     kv, dim = keys.shape[1], keys.shape[3]
     out = torch.empty((len(qkv), qkv.shape[-1] - 2 * kv * dim), dtype=qkv.dtype, device=qkv.device)
-    args = AttendArgs(
-        qkv=qkv, cos=cos, sin=sin, positions=positions, keys=keys, values=values, q_norm=q_norm, k_norm=k_norm,
-        eps=eps, scale=scale, window=window, settled=settled, out=out,
+    key = (
+        "attend", _kind(qkv), _kind(cos), _kind(sin), _kind(positions), _kind(keys), _kind(values),
+        q_norm is None or _kind(q_norm), k_norm is None or _kind(k_norm), window, settled, forced_name(),
     )  # fmt: skip
-    kind = qkv.dtype, qkv.device, q_norm is None, k_norm is None, window
-    _run(args, ("attend", qkv.shape, keys.shape, *kind, forced_name()))
+    run = _known.get(key)
+    if run is None:
+        args = AttendArgs(
+            qkv=qkv, cos=cos, sin=sin, positions=positions, keys=keys, values=values, q_norm=q_norm, k_norm=k_norm,
+            eps=eps, scale=scale, window=window, settled=settled, out=out,
+        )  # fmt: skip
+        run = _known[key] = _bound(args)
+    run(qkv, cos, sin, positions, keys, values, q_norm, k_norm, eps, scale, out)
     return out
 
 
@@ -167,8 +180,12 @@ def chain(
         total=total,
         qkv=qkv,
     )
-    call = args.call()
-    _run(args, (call, residual.shape, forced_name()))
+    key = args.call(), forced_name()
+    run = _known.get(key)
+    if run is None:
+        run = _known[key] = select(ChainArgs, key[0]).run
+    if len(residual):
+        run(args)
     return total, qkv
 
 
@@ -186,17 +203,54 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
         UsageError: an unknown activation, or no two halves.
         NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
     """
-    gate_up = gate_up if gate_up.is_contiguous() else gate_up.contiguous()
+    gate_up = _whole(gate_up)
     m, width = gate_up.shape
     out = torch.empty((m, width // 2), dtype=gate_up.dtype, device=gate_up.device)
-    args = GateArgs(gate_up=gate_up, activation=activation, out=out)
-    _run(args, ("gate", gate_up.shape, gate_up.dtype, gate_up.device, activation, forced_name()))
+    key = "gate", _kind(gate_up), activation, forced_name()
+    run = _known.get(key)
+    if run is None:
+        run = _known[key] = _bound(GateArgs(gate_up=gate_up, activation=activation, out=out))
+    run(gate_up, out)
     return out
 
 
-def _run(args: Any, key: tuple[Any, ...]) -> None:
-    run = _kernels.get(key)
+def pick(logits: Tensor, tokens: Tensor, counters: Tensor, log: Tensor) -> None:
+    """Write the token with the largest logit of each sequence, the first of equal ones.
+
+    Args:
+        logits: (B, V) float32, bfloat16 or float16.
+        tokens: (B,) int64; written.
+        counters: (2, B) int64, positions and how many rows of the log each sequence has; each is increased by 1.
+        log: (T, B) int64; each column is written at its row ``counters[1]``, which is within 0..T-1.
+
+    Raises:
+        UsageError: tensors that do not fit each other.
+        NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
+    """
+    logits = _whole(logits)
+    key = "pick", _kind(logits), _kind(tokens), _kind(counters), _kind(log), forced_name()
+    run = _known.get(key)
     if run is None:
-        run = _kernels[key] = select(type(args), args.call()).run
-    if all(key[1]):
-        run(args)
+        run = _known[key] = _bound(PickArgs(logits=logits, tokens=tokens, counters=counters, log=log))
+    run(logits, tokens, counters, log)
+
+
+def _kind(a: Tensor) -> tuple[Any, ...]:
+    """All of a tensor that decides what runs on it."""
+    return a.shape, a.dtype, a.device, a.is_contiguous(), a.data_ptr() % ALIGNED
+
+
+def _whole(a: Tensor) -> Tensor:
+    """Without gaps and aligned."""
+    return contiguous(a) if not a.is_contiguous() or a.data_ptr() % ALIGNED else a
+
+
+def _bound(args: Any) -> Callable[..., None]:
+    """What the kernel that is chosen does on arrays; nothing where there is no row."""
+    kernel = select(type(args), args.call())
+    if not prod(args.arrays()[0].shape):
+        return lambda *arrays: None
+    if kernel.bind is not None:
+        bound: Callable[..., None] = kernel.bind(args)
+        return bound
+    raise UsageError(f"kernel {kernel.name} cannot be bound")

@@ -115,14 +115,6 @@ class View(Stored):
         return at if self.expert is None else [self.expert, *at]
 
 
-def dtype_named(name: str) -> str:
-    """The dtype as headers spell it, of one as NumPy or torch names it, such as "torch.bfloat16"."""
-    plain = name.removeprefix("torch.")
-    if plain not in _NAMED:
-        raise FormatError("safetensors files have no such dtype", got=plain)
-    return _NAMED[plain]
-
-
 def byte_count(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor; a last partial byte counts whole."""
     return -(-prod(shape) * DTYPE_BITS[dtype] // 8)
@@ -245,5 +237,12 @@ def read_tensor(tensor: Stored) -> Any:
 
 
 def header_dtype(array: Any) -> str:
-    """The header's name for the dtype of a NumPy array."""
-    return next(name for name, dtype in _NUMPY.items() if array.dtype == dtype)
+    """The header's name for the dtype of a NumPy array or a tensor.
+
+    Raises:
+        FormatError: one that safetensors files do not have.
+    """
+    name = str(array.dtype).removeprefix("torch.")
+    if name not in _NAMED:
+        raise FormatError("safetensors files have no such dtype", got=name)
+    return _NAMED[name]

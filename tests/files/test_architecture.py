@@ -103,7 +103,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "expert_ops": (*RUN, "operands", "ops", "torch_ops"),
     "nn": (*RUN, "operands", "ops", "torch_ops", "embedding_op", "torch_embedding", "expert_ops"),
     "decoder": (*RUN, "ops", "nn", "step_ops"),
-    "hf": (*RUN, *STACKS, "recipes", "dialects", "checkpoint", "operands", "ops", "torch_ops", "nn"),
+    "hf": (*RUN, *STACKS, "recipes", "dialects", "checkpoint", "writing", "operands", "ops", "torch_ops", "nn"),
     "products": (*BASE, "modules", "experts"),
     "session": (*RUN, *STACKS, "dialects", "checkpoint", "plans", "timing", "decoder", "hf"),
     "model_bench": ("errors", "findings", "decoder", "session", "timing"),
@@ -143,7 +143,9 @@ CHAINS = {
         "fp8": {"base"},
         "embedding": {"base"},
         "step": {"base"},
-        "chain": {"base", "step"},
+        "gated": {"base", "step"},
+        "pick": {"base", "step"},
+        "chain": {"base", "gated", "step"},
     },
     "kernels.cpu": {
         "exact": {"product_code"},
@@ -152,6 +154,8 @@ CHAINS = {
         "panels": {"exact"},
         "product_code": {"scalars", "tiles", "vectors"},
         "scalars": {"vectors"},
+        "step": {"step_code"},
+        "step_code": {"scalars"},
         "tiles": {"vectors"},
     },
     "nn": {
@@ -164,7 +168,7 @@ CHAINS = {
     },
     "hf": {
         "filling": {"fusing", "names", "pending", "plan", "reading", "report", "saving"},
-        "loading": {"quantizer"},
+        "loading": {"filling", "quantizer"},
         "plan": {"fusing", "names", "report"},
         "quantizer": {"filling", "pending"},
         "choosing": {"fusing"},
@@ -180,7 +184,12 @@ What ends in _code is loaded only to run."""
 CUDA = {"choices", "launch", "shared", "fragments", "fp8_quantize"}
 """In kernels.cuda: what every kernel may import, beside its own device code, the file of its name and _code."""
 
-TILED = {"gemm_gluon": {"decode_gluon"}, "fp8_gluon": {"gemm_gluon"}}
+TILED = {
+    "gemm_gluon": {"decode_gluon"},
+    "chain_gluon": {"gemm_gluon"},
+    "fp8_gluon": {"gemm_gluon"},
+    "attend_gluon": {"step"},
+}
 """In kernels.cuda: whose parts a kernel has."""
 
 EXECUTORS = {

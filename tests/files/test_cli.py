@@ -30,10 +30,12 @@ from halfbyte.cli import VERBS, main
 
 CT = "compressed-tensors"
 NVFP4 = GOLDENS["modelopt_llama_nvfp4"]
+RUNNING = ("run", "bench", "tune")
+"""Verbs that need torch, or a GPU."""
 
 
 def outputs(tmp_path):
-    """A working command for each verb but tune, which needs a GPU."""
+    """A working command for each verb but those of RUNNING."""
     dense = make_float(tmp_path / "dense")
     return {
         "inspect": ("inspect", NVFP4),
@@ -44,6 +46,7 @@ def outputs(tmp_path):
         "shard": ("shard", NVFP4, tmp_path / "s", "--tp", 1),
         "dequantize": ("dequantize", NVFP4, tmp_path / "d"),
         "layouts": ("layouts",),
+        "plan": ("plan", NVFP4, "--device", "cuda:sm_90"),
         "doctor": ("doctor",),
     }
 
@@ -101,7 +104,7 @@ def test_help_imports_nothing_heavy(args):
     assert loaded(*args) == []
 
 
-@pytest.mark.parametrize("verb", [v for v in VERBS if v not in ("doctor", "tune")])
+@pytest.mark.parametrize("verb", [v for v in VERBS if v not in ("doctor", *RUNNING)])
 def test_no_verb_of_the_file_side_imports_torch(tmp_path, verb):
     found = loaded(*outputs(tmp_path)[verb])
     assert "numpy" in found
@@ -231,6 +234,7 @@ def test_out_of_memory_and_ctrl_c(tmp_path, monkeypatch, error):
 
 DOCUMENT = {"schema", "tool", "version", "command", "ok", "findings"}
 FACTS = {
+    "plan": {"path", "device", "gpu", "read", "tokens", "layers", "steps", "memory", "notes"},
     "inspect": {"path", "dialect", "evidence", "reading", "files", "config", "total", "kinds", "groups"},
     "verify": {"path", "dialect", "reading", "modules", "bytes", "share", "sample", "seconds"},
     "quantize": {
@@ -269,7 +273,7 @@ FACTS = {
 }
 
 
-@pytest.mark.parametrize("verb", [v for v in VERBS if v != "tune"])
+@pytest.mark.parametrize("verb", [v for v in VERBS if v not in RUNNING])
 def test_one_document_on_stdout_and_nothing_on_stderr(tmp_path, verb):
     ran = run_cli(*outputs(tmp_path)[verb], "--json")
     assert (ran.rc, ran.stderr) == (0, "")
@@ -292,7 +296,7 @@ def test_dry_run_writes_nothing(tmp_path, verb):
     assert leftovers(tmp_path) == before
 
 
-@pytest.mark.parametrize("verb", [v for v in VERBS if v not in ("doctor", "tune")])
+@pytest.mark.parametrize("verb", [v for v in VERBS if v not in ("doctor", *RUNNING)])
 def test_quiet(tmp_path, verb):
     more = ("--share-scale2",) if verb == "quantize" else ()
     ran = call(*outputs(tmp_path)[verb], *more, "--quiet")

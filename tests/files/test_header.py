@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import struct
+from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -28,7 +30,7 @@ from checkpoints import (
 )
 from halfbyte.checkpoint.header import MAX_HEADER, _by_columns, _by_entries, encode_header, parse_json, read_header
 from halfbyte.errors import FormatError
-from halfbyte.stored import DTYPE_BITS, Stored, byte_count
+from halfbyte.stored import DTYPE_BITS, Stored, byte_count, header_dtype
 
 
 def seen(header):
@@ -317,3 +319,14 @@ def test_an_altered_header_is_refused_or_still_true(tmp_path, data):
 
 def test_header_of_agrees():
     assert set(header_of(GOOD)) - {"__metadata__"} == {t.name for t in read_header(str(GOOD)).tensors}
+
+
+def test_names_of_dtypes():
+    """Also of torch's, by their own names."""
+    for dtype, name in (("float32", "F32"), ("bool", "BOOL"), ("uint8", "U8"), ("int64", "I64")):
+        assert header_dtype(np.empty(0, dtype)) == name
+    assert header_dtype(np.empty(0, ml_dtypes.bfloat16)) == "BF16"
+    assert header_dtype(np.empty(0, ml_dtypes.float8_e4m3fn)) == "F8_E4M3"
+    assert header_dtype(SimpleNamespace(dtype="torch.float8_e8m0fnu")) == "F8_E8M0"
+    with pytest.raises(FormatError, match=r"no such dtype: got complex128"):
+        header_dtype(np.empty(0, np.complex128))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import halfbyte
 from checkpoints import (
     CONFIG,
     GOLDENS,
@@ -35,7 +38,8 @@ from checkpoints import (
     stacked_experts,
     write_json,
 )
-from halfbyte.errors import UnavailableError, UsageError
+from halfbyte.errors import LayoutError, UnavailableError, UsageError
+from halfbyte.kernels.cuda import decode_gluon
 from halfbyte.kernels.cuda.ceilings import CEILINGS
 from halfbyte.kernels.cuda.choices import SHIPPED
 from halfbyte.products import products, touched
@@ -296,8 +300,6 @@ class TestForms:
         assert report.facts["memory"]["other"] == 3 * 2 * HIDDEN + 32 * 16 + 32 * 2 + 4
 
     def test_products_count_what_is_alike(self, tmp_path):
-        import halfbyte
-
         with halfbyte.open(make_dense(tmp_path / "a", layers=2)) as checkpoint:
             found = products(checkpoint.modules)
         norms = [one for one in found if one.role == "other"]
@@ -363,6 +365,7 @@ class TestCommand:
             (["--dtype", "int8"], ["unknown dtype"]),
             (["--layout", "nothing"], ["unknown layout"]),
             (["--layout", "fragments(dtype=int8)"], ["not a value of dtype"]),
+            (["--layout", "gguf"], ["mlp.down_proj: layout gguf has no such shape", "K = 96"]),
         ],
     )
     def test_what_cannot_be_meant(self, arguments, words):
@@ -405,3 +408,74 @@ def test_errors_have_their_classes(tmp_path):
         plan(path, tokens=[])
     with pytest.raises(UnavailableError, match="torch sees no such GPU"):
         plan(path, device="cuda:99")
+
+
+class TestForm:
+    """A weight that is not there is planned as the weight would be."""
+
+    def weight(self, per_row=False):
+        rng = np.random.default_rng(0)
+        return halfbyte.Weight(
+            codes=rng.integers(0, 256, (48, 80), np.uint8),
+            scales=rng.integers(40, 80, (48, 10), np.uint8),
+            scale2=np.full((48, 1), 0.5, np.float32) if per_row else 0.5,
+        )
+
+    @pytest.mark.parametrize("layout", ["rows", "fragments", "columns"])
+    @pytest.mark.parametrize("per_row", [False, True])
+    @pytest.mark.parametrize("precision", [None, "fp8"])
+    def test_the_same_plan(self, layout, per_row, precision):
+        held = halfbyte.pack(self.weight(per_row), layout)
+        form = halfbyte.Form(shape=(48, 160), layout=layout, per_row=per_row)
+        assert form.nbytes == held.nbytes
+        for rows in (1, 300):
+            how = {"rows": rows, "device": HOPPER, "precision": precision}
+            of_weight, of_form = (halfbyte.plan("linear", one, **how) for one in (held, form))
+            assert replace(of_form, notes=()) == replace(of_weight, notes=())
+            assert of_form.expected is None or of_form.expected > of_form.least > 0
+
+    def test_the_same_embedding(self):
+        held = halfbyte.pack(self.weight(), "rows")
+        form = halfbyte.Form(shape=(48, 160))
+        both = [halfbyte.plan("embedding", one, rows=5, device=HOPPER) for one in (held, form)]
+        assert both[0] == both[1]
+
+    def test_the_same_int8(self):
+        form = halfbyte.Form(shape=(48, 160), per_row=True)
+        how = {"rows": 5, "precision": "int8", "library": "numpy"}
+        of_weight, of_form = (
+            halfbyte.plan("linear", one, **how) for one in (halfbyte.pack(self.weight(), "rows"), form)
+        )
+        assert replace(of_form, notes=()) == replace(of_weight, notes=())
+        assert of_form.notes[0] == "error of the weight by rounding to INT8: unknown: there are no values yet"
+
+    @pytest.mark.parametrize("blocks", [False, True])
+    @pytest.mark.parametrize("experts", [(), (3,)])
+    def test_bytes_of_fp8(self, blocks, experts):
+        form = halfbyte.Form(shape=(*experts, 200, 300), kind="fp8", blocks=blocks)
+        assert form.nbytes == (3 if experts else 1) * (200 * 300 + 4 * (6 if blocks else 1))
+
+    def test_what_cannot_be_meant(self):
+        with pytest.raises(UsageError, match="no product of this kind of weight is planned: got mxfp4"):
+            halfbyte.Form(shape=(16, 32), kind="mxfp4")
+        with pytest.raises(UsageError, match="not the shape of a weight"):
+            halfbyte.Form(shape=(16,))
+        with pytest.raises(LayoutError, match="unknown layout"):
+            halfbyte.Form(shape=(16, 32), layout="nothing")
+        with pytest.raises(LayoutError, match="layout gguf has no such shape: K = 32 is not a multiple of 64"):
+            halfbyte.Form(shape=(16, 32), layout="gguf")
+
+    def test_gpus_elsewhere_need_nothing_here(self, monkeypatch):
+        """What is missing here is no reason there; on this machine it is."""
+        from halfbyte.kernels.cuda import launch
+
+        monkeypatch.setattr(launch, "missing", lambda: "triton is not installed")
+        form = halfbyte.Form(shape=(4096, 4096), layout="fragments")
+        assert halfbyte.plan("linear", form, rows=1, device=HOPPER).kernel == "gluon-decode"
+        here = form.call("exact", HERE, 90)
+        assert "triton is not installed" in gluon.refuse(here)
+        assert gluon.refuse(replace(here, elsewhere=True)) == ()
+
+
+HERE = {"rows": 1, "dtype": "bfloat16", "out_dtype": "bfloat16", "device": "cuda", "library": "torch"}
+gluon = decode_gluon.GLUON

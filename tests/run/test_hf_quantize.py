@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM, T5Config, T5Model
 
 import halfbyte
 from gpu_codecs import needs_gpu, needs_triton
@@ -51,7 +51,7 @@ class TestEqualsQuantizeCheckpoint:
         model.save_pretrained(tmp_path / "made")
         assert_same_files(expected, tmp_path / "made")
 
-    @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+    @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "mixtral"])
     def test_shared_scale2(self, name, tmp_path):
         model = build(name)
         expected = quantized_checkpoint(model, tmp_path, share_scale2=True)
@@ -111,6 +111,17 @@ class TestModel:
         assert type(model.lm_head) is torch.nn.Linear
         assert not any(module.training for module in model.modules())
         assert output(model).isfinite().all()
+
+    def test_a_model_that_casts_to_the_dtype_of_a_weight(self):
+        """T5 does so where the weight is a tensor."""
+        torch.manual_seed(0)
+        model = T5Model(T5Config(d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, vocab_size=32)).eval()
+        ids = torch.arange(5)[None]
+        with torch.no_grad():
+            dense = model(input_ids=ids, decoder_input_ids=ids)[0]
+            quantize_model(model)
+            found = model(input_ids=ids, decoder_input_ids=ids)[0]
+        assert 0 < (found - dense).norm() / dense.norm() < 0.2
 
     def test_biases_stay_the_same_parameter(self):
         model = build("bert")
@@ -277,6 +288,10 @@ class TestRefused:
             quantize_model(model, layout="best")
         with pytest.raises(UsageError, match="is not a multiple of 64"):
             quantize_model(model, layout="tiles64")
+
+    def test_a_layer_by_itself(self):
+        with pytest.raises(UsageError, match="a layer by itself"):
+            quantize_model(torch.nn.Linear(16, 16))
 
     def test_some_experts(self, model):
         with pytest.raises(UsageError, match="some experts would stay dense") as caught:

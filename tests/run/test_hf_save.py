@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -118,7 +119,7 @@ class TestQuantized:
         again = from_pretrained(tmp_path / "saved")
         assert type(again) is type(model)
         assert torch.equal(output(again), output(model))
-        if name != "bert_mlm":  # AutoModel takes its inner model
+        if name not in ("bert_mlm", "llava"):  # of others AutoModel takes the inner model
             assert torch.equal(output(auto.from_pretrained(tmp_path / "saved")), output(model))
 
     def test_a_tied_head(self, tmp_path):
@@ -135,6 +136,26 @@ class TestQuantized:
         assert not any(name.startswith("lm_head") for name in tensors_of(tmp_path / "saved"))
         again = from_pretrained(tmp_path / "saved")
         assert again.lm_head.weight is again.model.embed_tokens.weight
+
+    def test_a_model_inside(self, quantized, tmp_path):
+        quantized.model.save_pretrained(tmp_path / "saved")
+        assert halfbyte.verify(tmp_path / "saved").ok
+        again = from_pretrained(tmp_path / "saved")
+        assert type(again) is type(quantized.model)
+        assert torch.equal(output(again), output(quantized.model))
+
+    def test_a_model_inside_a_loaded_one(self, tmp_path):
+        model = from_pretrained(TINY / "modelopt_llama_w4a16")
+        model.model.save_pretrained(tmp_path / "saved")
+        expected = {name.removeprefix("model."): t for name, t in tensors_of(TINY / "modelopt_llama_w4a16").items()}
+        del expected["lm_head.weight"]
+        assert tensors_of(tmp_path / "saved") == expected
+
+    def test_a_model_inside_another_module(self, tmp_path):
+        whole = torch.nn.Sequential(build("bert"))
+        quantize_model(whole)
+        whole[0].save_pretrained(tmp_path / "saved")
+        assert torch.equal(output(from_pretrained(tmp_path / "saved")), output(whole[0]))
 
     def test_saved_twice(self, quantized, tmp_path):
         quantized.save_pretrained(tmp_path / "a")
@@ -169,6 +190,24 @@ class TestFiles:
         quantized.save_pretrained(tmp_path / "bytes", max_shard_size=20_000)
         assert names_in(tmp_path / "bytes") == names_in(tmp_path / "many")
 
+    def test_weights_come_out_one_by_one(self, quantized, tmp_path, monkeypatch):
+        made, alive, to_bytes, weights = [], [], saving._bytes, saving.weights_of
+
+        def noted(model):
+            for name, weight in weights(model):
+                made.append(weakref.ref(weight))
+                yield name, weight
+
+        def counted(array):
+            alive.append(sum(ref() is not None for ref in made))
+            return to_bytes(array)
+
+        monkeypatch.setattr(saving, "weights_of", noted)
+        monkeypatch.setattr(saving, "_bytes", counted)
+        quantized.save_pretrained(tmp_path / "saved")
+        assert len(made) == 2 * 14  # their shapes, then their bytes
+        assert max(alive) == 1
+
     def test_what_there_is(self, quantized, tmp_path):
         quantized.save_pretrained(tmp_path / "new" / "deep")
         assert names_in(tmp_path / "new" / "deep") == [
@@ -178,6 +217,17 @@ class TestFiles:
         config = json_of(tmp_path / "new/deep/config.json")
         assert config["architectures"] == ["LlamaForCausalLM"]
         assert config["dtype"] == "bfloat16"
+
+    def test_the_config_has_one_section(self, tmp_path):
+        """Also where it stood in the config of a model inside."""
+        model = build("llava")
+        quantize_model(model)
+        model.config.text_config.quantization_config = {"quant_method": "modelopt", "quant_algo": "FP8"}
+        model.save_pretrained(tmp_path / "saved")
+        config = json_of(tmp_path / "saved/config.json")
+        assert config["quantization_config"]["quant_algo"] == "W4A16_NVFP4"
+        assert "quantization_config" not in config["text_config"]
+        assert "quantization_config" not in config["vision_config"]
 
     def test_another_directory_is_replaced_but_for_other_files(self, quantized, tmp_path):
         target = tmp_path / "saved"
@@ -199,6 +249,13 @@ class TestFiles:
         before = tensors_of(tmp_path / "saved")
         from_pretrained(tmp_path / "saved").save_pretrained(tmp_path / "saved")
         assert tensors_of(tmp_path / "saved") == before
+
+    def test_a_link_to_a_directory(self, quantized, tmp_path):
+        (tmp_path / "real").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / "real")
+        quantized.save_pretrained(tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+        assert halfbyte.verify(tmp_path / "real").ok
 
     def test_the_directory_one_is_in(self, quantized, tmp_path, monkeypatch):
         (tmp_path / "here").mkdir()
@@ -255,6 +312,13 @@ class TestRefused:
     def test_a_dense_model(self, tmp_path):
         with pytest.raises(UsageError, match="no quantized weight"):
             save_pretrained(build("llama"), tmp_path / "saved")
+        assert not names_in(tmp_path)
+
+    def test_an_offloaded_tensor(self, quantized, tmp_path):
+        quantized.model.norm.to("meta")
+        with pytest.raises(UsageError, match="offloaded") as caught:
+            quantized.save_pretrained(tmp_path / "saved")
+        assert caught.value.tensor == "model.norm.weight"
         assert not names_in(tmp_path)
 
     def test_a_scale2_for_each_row(self, quantized, tmp_path):

@@ -24,7 +24,7 @@ def missing():
 def test_sentences_are_many_and_different():
     texts = minilm.sentences(200)
     assert len(set(texts)) == 200
-    assert all(8 <= len(text.split()) <= 40 and text[-1] in ".!?" for text in texts)
+    assert all(8 <= len(text.split()) <= 24 and text[-1] in ".!?" for text in texts)
     with pytest.raises(ValueError, match="fewer than 1000000"):
         minilm.sentences(1_000_000)
 

@@ -330,6 +330,27 @@ class TestInAGraph:
         assert y[1].isnan().all()
         assert bool(y[0].isnan().any()) != padding
 
+    @pytest.mark.parametrize("tokens", [1, 7], ids=["gathered", "all"])
+    def test_a_call_before_compiles_what_a_graph_needs(self, tokens, monkeypatch):
+        """No kernel can be compiled while a graph is captured: those calls are made once, by the shapes of the call."""
+        held = Experts.of(layers(3 * E), activation="relu2")
+        stacks = expert_ops.Stacks(gate_up=held.gate_up.packed, down=held.down.packed)
+        hidden, indices, _ = routed(tokens, experts=3 * E)
+        seen = []
+        for name in ("linear", "product"):
+            own = getattr(expert_ops, name)
+            monkeypatch.setattr(
+                expert_ops, name, lambda *a, own=own, **o: seen.append((own.__name__, len(a[0]))) or own(*a, **o)
+            )
+        for _ in range(2):
+            expert_ops._ready(hidden, indices, stacks, held.mixture)
+        assert seen == [("compute", 1) if tokens == 1 else ("linear", 7)] * 2  # of gate_up and of down
+        seen.clear()
+        expert_ops._in_graph(hidden, indices, stacks, held.mixture)
+        assert set(seen) == {("compute", 1) if tokens == 1 else ("linear", 7)}
+        expert_ops._ready(hidden.bfloat16(), indices, stacks, held.mixture)
+        assert len(seen) > 2
+
 
 class TestAsAModule:
     def test_state_dict_copies_and_meta(self):

@@ -51,6 +51,7 @@ def test_greedy_text(tmp_path, monkeypatch):
             for kernel in (name for name in FLOAT32 if name.startswith("cpu-")):
                 monkeypatch.setenv("HALFBYTE_KERNEL", kernel)
                 said[kernel] = model.generate(**inputs, min_new_tokens=TOKENS, max_new_tokens=TOKENS, do_sample=False)
+            stepwise = halfbyte.generate(model, inputs["input_ids"], max_new_tokens=TOKENS).tokens
             monkeypatch.setenv("HALFBYTE_KERNEL", "reference-torch")
             whole = said["cpu-portable"]
             logits = model(whole[:, :-1]).logits[0, start - 1 :]  # all tokens at once: as after each prefix, and quick
@@ -61,5 +62,6 @@ def test_greedy_text(tmp_path, monkeypatch):
     expected = logits.argmax(-1).tolist()
     assert len(expected) == TOKENS
     assert len(set(expected)) > TOKENS // 3
+    assert stepwise == [expected]
     for kernel, tokens in said.items():
         assert tokens[0, start:].tolist() == expected, kernel

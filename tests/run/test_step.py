@@ -13,11 +13,12 @@ import torch
 
 import gpu_step
 from cuda_code import ARCHITECTURES, Program, compile_all
+from gluon_cases import hopper
 from gpu_codecs import needs_gpu, needs_triton
 from halfbyte.errors import NoKernelError, UsageError
 from halfbyte.kernels import KERNELS, AddNormArgs, AttendArgs, GateArgs, select
 from halfbyte.kernels.base import capability
-from halfbyte.kernels.cuda import step
+from halfbyte.kernels.cuda import attend_gluon, step
 from halfbyte.kernels.cuda.step import Attend
 from halfbyte.kernels.step import AddNormCall, AttendCall, GateCall
 from halfbyte.step_ops import add_norm, attend, gate
@@ -231,11 +232,11 @@ BUNDLES = {AddNormCall: AddNormArgs, GateCall: GateArgs, AttendCall: AttendArgs}
 
 @needs_triton
 @pytest.mark.parametrize("kind", BUNDLES)
-def test_triton_is_chosen_on_a_gpu_and_torch_elsewhere(kind):
+def test_triton_is_chosen_on_a_gpu_and_compiled_code_on_a_cpu(kind):
     name = BUNDLES[kind].op.replace("_", "-")
-    assert select(BUNDLES[kind], call(kind)).name == f"triton-{name}"
+    assert select(BUNDLES[kind], call(kind)).name == ("gluon-attend" if kind is AttendCall else f"triton-{name}")
     assert select(BUNDLES[kind], call(kind, capability=80)).name == f"triton-{name}"
-    assert select(BUNDLES[kind], call(kind, device="cpu", capability=0)).name == f"{name}-torch"
+    assert select(BUNDLES[kind], call(kind, device="cpu", capability=0)).name == f"{name}-cpu"
     assert select(BUNDLES[kind], call(kind, capability=75)).name == f"{name}-torch"
     with pytest.raises(NoKernelError, match=f"no kernel computes {BUNDLES[kind].op} of 1 rows, bfloat16, numpy on cpu"):
         select(BUNDLES[kind], call(kind, library="numpy", device="cpu", capability=0))
@@ -248,30 +249,62 @@ def test_triton_is_chosen_on_a_gpu_and_torch_elsewhere(kind):
         (call(AddNormCall, width=16385), "takes rows of up to 16384 values, not 16385"),
         (call(AttendCall, dim=264), "takes heads of multiples of 8 up to 256 values, not 264"),
         (call(AttendCall, dim=84), "takes heads of multiples of 8 up to 256 values, not 84"),
-        (call(AttendCall, kv_heads=1), "takes up to 16 query heads for a key head, not 32"),
         (call(GateCall, dtype="float64"), "takes float32 or bfloat16 or float16, not float64"),
     ],
-    ids=range(5),
+    ids=range(4),
 )
 def test_what_triton_declines(changed, words):
-    (kernel,) = (k for k in KERNELS if k.op == changed.op and k.on_gpu)
+    (kernel,) = (k for k in KERNELS if k.op == changed.op and k.name.startswith("triton-"))
     assert kernel.refuse(changed) == (words,)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"capability": 100}, "is for sm_90, not sm_100"),
+        ({"dtype": "float32"}, "takes bfloat16 or float16, not float32"),
+        ({"dim": 80}, "takes heads of 64 or 128 values, not 80"),
+        ({"heads": 72}, "takes up to 8 query heads for a key head, not 9"),
+    ],
+    ids=range(4),
+)
+def test_what_gluon_declines(changes, words):
+    assert attend_gluon.refuse(call(AttendCall, **changes)) == (words,)
+    assert select(AttendArgs, call(AttendCall, **changes)).name == "triton-attend"
 
 
 @pytest.mark.parametrize(
     ("changes", "splits"),
     [
         ({}, 32),
-        ({"rows": 16}, 2),
+        ({"rows": 16}, 4),
         ({"rows": 64}, 1),
         ({"room": 100}, 4),
         ({"room": 5}, 1),
-        ({"kv_heads": 2}, 16),
-        ({"heads": 16, "kv_heads": 1, "dim": 256}, 8),
+        ({"rows": 16, "kv_heads": 2}, 4),
+        ({"heads": 16, "kv_heads": 1, "dim": 256, "rows": 4}, 32),
     ],
 )
 def test_splits_fill_a_gpu_but_have_entries_and_are_soon_added_up(changes, splits):
     assert step.configure(call(AttendCall, **changes)).splits == splits
+
+
+@pytest.mark.parametrize(
+    ("changes", "splits"),
+    [
+        ({}, 16),
+        ({"rows": 16}, 2),
+        ({"rows": 64}, 1),
+        ({"room": 100}, 2),
+        ({"room": 2304}, 16),
+        ({"room": 8192}, 32),
+        ({"room": 131072}, 32),
+        ({"kv_heads": 4}, 16),
+    ],
+)
+def test_splits_of_gluon(changes, splits):
+    assert attend_gluon.configure(call(AttendCall, **changes)).splits == splits
 
 
 @needs_triton
@@ -285,12 +318,13 @@ def test_every_op_in_the_interpreter():
 
 
 def code_of(name, made, capability):
-    from halfbyte.kernels.cuda import step_code
+    from halfbyte.kernels.cuda import attend_gluon_code, step_code
 
     signature, constants, warps = made
     arguments = {name: of.removesuffix(":16") for name, of in signature.items()}
     aligned = tuple(n for n, of in signature.items() if of.endswith(":16") and not of.startswith("*"))
-    program = Program(getattr(step_code, name), arguments, constants, {"num_warps": warps}, aligned)
+    kernel = attend_gluon_code.attend if name == "gluon" else getattr(step_code, name)
+    program = Program(kernel, arguments, constants, {"num_warps": warps}, aligned)
     code = program.compile(capability)
     print(name, capability, code)
     assert (code.stack, code.spills, code.warnings) == (0, 0, [])
@@ -302,7 +336,7 @@ def code_of(name, made, capability):
 @needs_triton
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_machine_code(capability):
-    """Nothing is spilled, rows are loaded 16 bytes at a time, and keys and values pass no register on their way."""
+    """Nothing is spilled, rows, keys and values are loaded 16 bytes at a time, and a program takes little room."""
     code = code_of("add_norm", step.add_norm_parts("bfloat16", 4096, True, capability), capability)
     assert code.opcodes["LDG.E.128"] == 3
     assert code.registers <= 48
@@ -313,9 +347,29 @@ def test_machine_code(capability):
     for changes in ({}, {"rows": 16}, {"heads": 32, "kv_heads": 2, "dim": 80, "q_norm": True, "k_norm": True}):
         asked = call(AttendCall, **changes, capability=capability)
         made = step.configure(asked)
-        code = code_of("attend", (*step.attend_parts(asked, made, capability), made.warps), capability)
-        assert code.registers <= 168
-        assert sum(n for op, n in code.opcodes.items() if op.startswith("LDGSTS.E.BYPASS.128")) >= 24
+        code = code_of("attend", step.attend_parts(asked, made, capability), capability)
+        assert code.registers <= 224
+        assert code.opcodes["LDG.E.128"] >= 4 * made.entries
+        assert code.shared <= 4096
+        code_of("add_up", step.add_up_parts(asked, made, capability), capability)
+
+
+@needs_triton
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("heads", "dim"), [(32, 128), (64, 128), (24, 64)])
+@pytest.mark.parametrize("dtype", attend_gluon.DTYPES)
+def test_machine_code_of_gluon(dtype, heads, dim, norms):
+    """Warps wait for each other nowhere, no value passes through shared memory, few instructions for each product."""
+    asked = call(AttendCall, heads=heads, dim=dim, dtype=dtype, q_norm=norms, k_norm=norms)
+    code = code_of("gluon", attend_gluon.parts(asked, attend_gluon.configure(asked), True), 90)
+    (loop,) = code.loops
+    assert code.shared == 0
+    assert not [op for op in code.opcodes if op.startswith(("BAR", "STS", "LDS"))]
+    assert loop.matrix == 3 * dim // 16
+    assert loop.per_matrix <= (14 if dim == 128 else 18)
+    ops = [op for _, _, op, _ in code.instructions]
+    before = ops[: ops.index("ACQBULK")]
+    assert before.count("LDG.E.128") == dim // 4
 
 
 @needs_triton
@@ -327,18 +381,26 @@ class TestOnGpu:
         sm = capability(torch.cuda.current_device())
         compile_all(list(gpu_step.jobs(sm)), sm)
 
-    @pytest.mark.parametrize("name", ["add_norms", "gates", "attends"])
-    def test_results(self, name):
-        assert len(list(getattr(gpu_step, name)("cuda"))) == {"add_norms": 18, "gates": 36, "attends": 18}[name]
+    @pytest.mark.parametrize(("name", "count"), [("add_norms", 18), ("gates", 36), ("attends", 18)])
+    def test_results(self, name, count):
+        assert len(list(getattr(gpu_step, name)("cuda"))) == count
 
-    def test_a_row_does_not_depend_on_the_others(self):
+    @pytest.mark.skipif(not hopper, reason="torch sees no Hopper GPU")
+    def test_results_of_gluon(self):
+        assert len(list(gpu_step.gluon_attends("cuda"))) == 12
+
+    @pytest.mark.parametrize("bind", [step.bind_attend, attend_gluon.bind])
+    def test_a_row_does_not_depend_on_the_others(self, bind):
+        if bind is attend_gluon.bind and not hopper:
+            pytest.skip("torch sees no Hopper GPU")
         args = gpu_step.attended((8, 2, 64, (0, 17, 63), 64, None, False, ()), "bfloat16", "cuda")
+        made = Attend(4) if bind is step.bind_attend else attend_gluon.Attend(4, 1)
         whole = gpu_step.fresh(args)
-        step.launch_attend(whole, Attend(4))
+        bind(whole, made)(*whole.arrays())
         for i in range(3):
             own = {n: getattr(args, n)[i : i + 1].clone() for n in ("qkv", "positions", "keys", "values", "out")}
             one = replace(args, **own)
-            step.launch_attend(one, Attend(4))
+            bind(one, made)(*one.arrays())
             assert torch.equal(one.out[0], whole.out[i])
 
     def test_steps_in_a_graph_are_those_outside_of_one(self):

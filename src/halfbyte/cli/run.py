@@ -79,6 +79,8 @@ def _read() -> str:
 
 
 def _write(text: str) -> None:
+    if sys.stdout is None:
+        return
     if is_terminal(sys.stdout):  # which the text of a model does not steer
         text = "".join(c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else ascii(c)[1:-1] for c in text)
     sys.stdout.write(text)
@@ -118,8 +120,9 @@ def _report(session: Session, answer: Answer) -> Report:
 
 def _render(report: Report, out: Console) -> None:
     facts = report.facts
-    prefill, tokens = facts["prefill_seconds"], facts["prompt_tokens"]
-    rows = [("prompt", f"{plural(tokens, 'token')} in {prefill:.3f} s, {tokens / prefill:,.1f} tokens/s")]
+    first = facts["setup_seconds"] + facts["prefill_seconds"]
+    compiling = "with what a first call loads and compiles (halfbyte bench measures without)"
+    rows = [("prompt", f"{plural(facts['prompt_tokens'], 'token')} in {first:.3f} s, {compiling}")]
     if facts["steps"]:
         rate = facts["tokens_per_second"]
         rows.append(

@@ -73,7 +73,7 @@ def generate(
     """Continue prompts, all of them together, one token of each at a time.
 
     The prompts go through the model's own forward, those of equal lengths together. Then each step is a few operations
-    for each layer (``Decoder``), in a CUDA graph where the model lies on a GPU, and the host follows two steps behind.
+    for each layer (``Decoder``), in a CUDA graph where the model lies on a GPU, and the host follows some steps behind.
     Models that cannot be taken apart run their own forward with a static cache, and ``how`` says why. Caches and graphs
     of the last two calls are kept with the model.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -11,12 +11,17 @@ from torch import Tensor
 from halfbyte.decoder.families import Decoder
 from halfbyte.decoder.sampling import Sampling
 from halfbyte.decoder.step import State, logits_of
+from halfbyte.kernels.cuda.shared import alone
+from halfbyte.step_ops import pick
 
 _WARM: Final = 3
 """Steps ahead of a capture: the first chooses kernels, the second launches them in the ordinary way, and the third,
 after the device is done, tells them that their weights are written; only then may launches start early."""
-BEHIND: Final = 2
-"""Steps that a GPU may be ahead of the host."""
+TOGETHER: Final = 8
+"""Steps that one launch of a graph takes, where so many are left: between two launches a GPU is idle for a while."""
+
+BEHIND: Final = 1
+"""Launches that a GPU may be ahead of the host."""
 
 _cuda: Final[Any] = torch.cuda
 
@@ -30,24 +35,34 @@ class Runner:
         length: T.
         sampling: how tokens are chosen.
         graph: whether a CUDA graph holds the step.
+        together: steps in a second graph.
 
     Attributes:
         state: its tensors.
         generator: of random numbers, for sampling.
     """
 
-    def __init__(self, decoder: Decoder, batch: int, length: int, sampling: Sampling, *, graph: bool) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        batch: int,
+        length: int,
+        sampling: Sampling,
+        *,
+        graph: bool,
+        together: int = TOGETHER,
+    ) -> None:
         self.batch, self.length, self.sampling = batch, length, sampling
         self.state = State.empty(decoder, batch, length)
         self.generator = torch.Generator(decoder.device)
         self._decoder = decoder
-        self._graph: Any = None
+        self._runs: dict[int, Callable[[], None]] = {1: self._step}
         self._arrivals: Any = None
         if decoder.device.type == "cuda":
             self._arrivals = _Arrivals(self.state.log)
         if graph:
             with torch.cuda.device(decoder.device):
-                self._capture()
+                self._capture(together)
 
     def begin(self, seed: int) -> None:
         """Make ready for the tokens of a new batch: the next row of the log is the first."""
@@ -73,20 +88,25 @@ class Runner:
         self._choose(logits)
 
     def steps(self, count: int) -> Iterator[list[int]]:
-        """Run so many steps; yields the B tokens of each, on a GPU while the device is ahead."""
+        """Run so many steps; yields the B tokens of each, on a GPU while the device computes the next ones."""
         if self._arrivals is None:
             for _ in range(count):
                 self._step()
                 yield self.state.tokens.tolist()
             return
-        arrivals, run = self._arrivals, self._graph.replay if self._graph is not None else self._step
-        for i in range(count):
-            run()
-            arrivals.send(i + 1)
-            if i >= BEHIND:
-                yield arrivals.take(i + 1 - BEHIND)
-        for i in range(max(0, count - BEHIND), count):
-            yield arrivals.take(i + 1)
+        arrivals, most, done = self._arrivals, max(self._runs), 0
+        sent: list[tuple[int, int]] = []
+        while done < count:
+            size = most if count - done >= most else 1
+            with alone(self._decoder.device):
+                self._runs[size]()
+            sent.append((done + 1, size))
+            arrivals.send(*sent[-1])
+            done += size
+            if len(sent) > BEHIND:
+                yield from arrivals.take(*sent.pop(0))
+        for rows in sent:
+            yield from arrivals.take(*rows)
 
     def first(self) -> list[int]:
         """The tokens chosen last, waiting for them."""
@@ -98,11 +118,14 @@ class Runner:
 
     def _choose(self, logits: Tensor) -> None:
         state = self.state
+        if self.sampling.greedy:
+            pick(logits, state.tokens, state.counters, state.log)
+            return
         self.sampling.choose(logits, self.generator, state.tokens)
-        state.log.index_copy_(0, state.count, state.tokens[None])
+        state.log.scatter_(0, state.counters[1:], state.tokens[None])
         state.counters.add_(1)
 
-    def _capture(self) -> None:
+    def _capture(self, together: int) -> None:
         side: Any = _cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -112,11 +135,14 @@ class Runner:
                 torch.cuda.synchronize()
             self.state.counters.zero_()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            self._step()
-        self._graph = graph
+        pool = torch.cuda.graph_pool_handle()
+        for size in {1, together}:
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(self.generator)
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                for _ in range(size):
+                    self._step()
+            self._runs[size] = graph.replay
 
 
 class _Arrivals:
@@ -125,17 +151,17 @@ class _Arrivals:
     def __init__(self, log: Tensor) -> None:
         self._log, self._stream = log, _cuda.Stream(log.device)
         self._host = torch.empty(log.shape, dtype=log.dtype, pin_memory=True)
-        self._events = [_cuda.Event() for _ in range(BEHIND + 1)]
+        self._events: dict[int, Any] = {}
 
-    def send(self, row: int) -> None:
-        """Copy a row when what is queued now is done."""
+    def send(self, row: int, count: int) -> None:
+        """Copy rows when what is queued now is done."""
         self._stream.wait_stream(torch.cuda.current_stream(self._log.device))
         with torch.cuda.stream(self._stream):
-            self._host[row].copy_(self._log[row], non_blocking=True)
-            self._events[row % len(self._events)].record()
+            self._host[row : row + count].copy_(self._log[row : row + count], non_blocking=True)
+            self._events[row] = self._stream.record_event()
 
-    def take(self, row: int) -> list[int]:
-        """A row that was sent, waiting for it."""
-        self._events[row % len(self._events)].synchronize()
-        tokens: list[int] = self._host[row].tolist()
+    def take(self, row: int, count: int) -> list[list[int]]:
+        """Rows that were sent, waiting for them."""
+        self._events.pop(row).synchronize()
+        tokens: list[list[int]] = self._host[row : row + count].tolist()
         return tokens

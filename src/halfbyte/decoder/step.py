@@ -10,12 +10,13 @@ On a GPU nothing here waits for the device, and all tensors that last are those 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from halfbyte.decoder.families import Decoder, Layer
+from halfbyte.decoder.families import Decoder, Layer, Product
+from halfbyte.layouts import Packed
 from halfbyte.step_ops import add_norm, attend, chain, gate
 
 
@@ -25,9 +26,7 @@ class State:
 
     Attributes:
         tokens: (B,) int64, the tokens that are computed next.
-        counters: (B + 1,) int64; ``positions`` and ``count`` are views of it, so that one addition moves both.
-        positions: (B,), where their keys and values will be written.
-        count: (1,), how many rows of ``log`` are filled.
+        counters: (2, B) int64: where their keys and values will be written, and how many rows of ``log`` are filled.
         log: (T, B) int64, the tokens that were chosen.
         keys, values: (layers, B, Hkv, T, D).
         cos, sin: (T, D) float32.
@@ -36,8 +35,6 @@ class State:
 
     tokens: Tensor
     counters: Tensor
-    positions: Tensor
-    count: Tensor
     log: Tensor
     keys: Tensor
     values: Tensor
@@ -49,14 +46,11 @@ class State:
     def empty(decoder: Decoder, batch: int, length: int, *, chained: bool | None = None) -> State:
         """For B sequences of at most T tokens; by default steps are ``chained`` on a GPU."""
         device = decoder.device
-        counters = torch.zeros(batch + 1, dtype=torch.int64, device=device)
         shape = len(decoder.layers), batch, decoder.kv_heads, length, decoder.dim
         cos, sin = decoder.rotations(length)
         return State(
             tokens=torch.zeros(batch, dtype=torch.int64, device=device),
-            counters=counters,
-            positions=counters[:batch],
-            count=counters[batch:],
+            counters=torch.zeros(2, batch, dtype=torch.int64, device=device),
             log=torch.zeros(length, batch, dtype=torch.int64, device=device),
             keys=torch.zeros(shape, dtype=decoder.dtype, device=device),
             values=torch.zeros(shape, dtype=decoder.dtype, device=device),
@@ -66,6 +60,11 @@ class State:
         )
 
     @property
+    def positions(self) -> Tensor:
+        """(B,), a view of the counters."""
+        return self.counters[0]
+
+    @property
     def nbytes(self) -> int:
         """Of all tensors."""
         return sum(t.nbytes for t in (self.tokens, self.counters, self.log, self.keys, self.values, self.cos, self.sin))
@@ -73,7 +72,7 @@ class State:
 
 def logits_of(decoder: Decoder, state: State) -> Tensor:
     """Compute ``state.tokens`` at ``state.positions``: their keys and values are cached, their logits (B, V) given."""
-    layers = decoder.layers
+    layers, positions = decoder.layers, state.positions
     x, residual = decoder.embed(state.tokens), None
     qkv: Tensor | None = None
     for i, layer in enumerate(layers):
@@ -84,7 +83,7 @@ def logits_of(decoder: Decoder, state: State) -> Tensor:
             qkv,
             state.cos,
             state.sin,
-            state.positions,
+            positions,
             state.keys[i],
             state.values[i],
             scale=decoder.scale,
@@ -92,6 +91,7 @@ def logits_of(decoder: Decoder, state: State) -> Tensor:
             k_norm=None if layer.k_norm is None else layer.k_norm.weight,
             eps=0.0 if layer.q_norm is None else layer.q_norm.eps,
             window=layer.window,
+            settled=True,  # the choice of tokens, and embed, come behind what wrote them
         )
         behind = layers[i + 1] if i + 1 < len(layers) else None
         if state.chained and layer.chains(behind):
@@ -109,24 +109,22 @@ def _chain(
     decoder: Decoder, layer: Layer, behind: Layer | None, residual: Any, mixed: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """All of a layer behind its attention, and the next layer's qkv."""
-    o, gate_up, down = (product.packed for product in (layer.o, layer.gate_up, layer.down) if product is not None)
+    o, gate_up, down = layer.o, cast("Product", layer.gate_up), layer.down
     after: dict[str, Any] = {}
     if behind is not None:
         after = {"norm2": behind.before.weight, "qkv_next": behind.qkv.packed, "qkv_bias": behind.qkv.bias}
         after["eps2"] = behind.before.eps
-    assert o is not None and gate_up is not None and down is not None
-    assert layer.gate_up is not None
     return chain(
         residual,
         mixed,
-        o,
+        cast("Packed", o.packed),
         layer.after.weight,
         layer.after.eps,
-        gate_up,
-        down,
+        cast("Packed", gate_up.packed),
+        cast("Packed", down.packed),
         activation=decoder.activation,
-        o_bias=layer.o.bias,
-        gate_up_bias=layer.gate_up.bias,
-        down_bias=layer.down.bias,
+        o_bias=o.bias,
+        gate_up_bias=gate_up.bias,
+        down_bias=down.bias,
         **after,
     )

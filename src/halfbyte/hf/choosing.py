@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfbyte.errors import UsageError
 from halfbyte.hf.fusing import experts_refusal
+from halfbyte.nn import Quantized
 from halfbyte.patterns import Patterns, reason_to_skip
 
 STACKS: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -66,7 +67,7 @@ class Chosen:
         ties = {key.removesuffix(".weight") for key in getattr(model, "all_tied_weights_keys", {})}
         for name, module in model.named_modules():
             weight = module._parameters.get("weight")
-            if hasattr(module, "layout") and hasattr(module, "weights"):
+            if isinstance(module, Quantized):
                 self.skipped[name] = "quantized already"
             elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
                 self._experts(name, module)
@@ -84,6 +85,8 @@ class Chosen:
     def _matrix(self, paths: list[str]) -> None:
         """Decide on a weight with two axes that the modules ``paths`` share; checkpoints have it under the first."""
         name, *others = paths
+        if not name:
+            raise UsageError("a layer by itself is not quantized in place", hint="pass the model that holds it")
         modules = [self._model.get_submodule(path) for path in paths]
         reason = reason_to_skip(name, modules[0].weight.shape, self._include, self._exclude)
         plain = torch.nn.Embedding, torch.nn.Linear

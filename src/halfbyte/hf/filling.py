@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +26,20 @@ from halfbyte.modules import Module, kv_format
 from halfbyte.weight import Weight
 
 
+@dataclass(frozen=True)
+class Options:
+    """How a checkpoint is loaded; see ``halfbyte.hf.from_pretrained``.
+
+    Attributes:
+        device: where all of the model goes; None where transformers says what goes where.
+    """
+
+    fuse: bool = True
+    precision: str | None = None
+    layout: str | None = None
+    device: Any = None
+
+
 class Filling:
     """A model of which transformers loads what is dense.
 
@@ -33,10 +49,10 @@ class Filling:
         model: of transformers, on meta.
         checkpoint: its files.
         dtype: of activations.
-        options: fuse, precision, layout and device.
+        options: how.
     """
 
-    def __init__(self, model: Any, checkpoint: Checkpoint, dtype: Any, options: Any) -> None:
+    def __init__(self, model: Any, checkpoint: Checkpoint, dtype: Any, options: Options) -> None:
         self.started = time.perf_counter()
         checkpoint.require_readable()
         self.model, self.checkpoint, self.options = model, checkpoint, options
@@ -57,7 +73,7 @@ class Filling:
             sizes[stack.path] = _size([part for parts in (*stack.gate_up, *stack.down) for part in parts])
         self.old = {path: self.model.get_submodule(path) for path in sizes}
         for path, size in sizes.items():
-            _put(self.model, path, Pending(size))
+            _put(self.model, path, Pending(self.old[path], size))
         for key in self.plan.untied:
             self.model.all_tied_weights_keys.pop(key, None)
         self.ignored = self.model._keys_to_ignore_on_load_unexpected
@@ -66,29 +82,46 @@ class Filling:
     def finish(self) -> None:
         """Put the layers where their placeholders lie, and say in ``model.halfbyte`` what became of what."""
         self.model._keys_to_ignore_on_load_unexpected = self.ignored
+        self._cast_renamed()
         if self.options.device is not None:
             self.model.to(self.options.device)
         self.model._weight_conversions = [t for t in self.names.transforms if t.was_used()]
-        dense: dict[str, int] = defaultdict(int)
-        for tensor in {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}.values():
-            dense[str(tensor.device)] += tensor.nbytes
+        dense = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
+        for path in self.old:
+            dense.pop(id(self.model.get_submodule(path).place))
+        sizes: dict[str, int] = defaultdict(int)
+        for tensor in dense.values():
+            sizes[str(tensor.device)] += tensor.nbytes
         with torch.no_grad():
             for group in self.plan.groups:
                 self._layers(group)
             for stack in self.plan.stacks:
                 self._experts(stack)
         self.report.kept = {t.name: read_dense(self.checkpoint, t) for t in self.plan.kept}
-        self.report.entries += [Entry("", "dense", "", "", device, size) for device, size in dense.items()]
+        self.report.entries += [Entry("", "dense", "", "", device, size) for device, size in sizes.items()]
         self.report.seconds = time.perf_counter() - self.started
         self.model.halfbyte = self.report
         attach(self.model)
+
+    def _cast_renamed(self) -> None:
+        """Cast what transformers 5.17 leaves in the dtype of the file: in quantized models, all that it renamed."""
+        kept = self.model._get_dtype_plan(self.dtype)  # patterns of what stays float32
+        for key in self.plan.renamed:
+            tensor = self.model.get_parameter_or_buffer(key)
+            own = (dtype for pattern, dtype in kept.items() if re.search(pattern.replace("*", ".*"), key))
+            tensor.data = tensor.data.to(next(own, self.names.tensors[key].dtype))
 
     def _layers(self, group: list[Layer]) -> None:
         """One layer, or those that become one product."""
         first, modules = group[0], [layer.module for layer in group]
         device = self._device(first.path)
+        if any(self._device(layer.path) != device for layer in group):
+            self.report.notes.append(f"{first.path} and those beside it are on several devices, so not one product")
+            for layer in group:
+                self._layers([layer])
+            return
         biases = [layer.bias and read_dense(self.checkpoint, layer.bias, self.dtype, device) for layer in group]
-        own = {"out_dtype": torch.float32 if first.path == self.head else None, "precision": self.options.precision}
+        own = self._own(first.path)
         if first.module.kind == "fp8":
             fp8 = read_fp8(self.checkpoint, first.module, device)
             if own["precision"] != "fp8" or fp8.block is not None:
@@ -104,8 +137,8 @@ class Filling:
         elif len(group) == 1:
             self._put(first, nn.Linear(packed, biases[0], **own))
         else:
-            sizes, scales = [module.shape[0] for module in modules], inputs if one is None and any(inputs) else None
-            made = nn.Group(packed, sizes, biases, **own, input_scales=scales)
+            sizes = [module.shape[0] for module in modules]
+            made = nn.Group(packed, sizes, biases, **own, input_scales=inputs if len(set(inputs)) > 1 else None)
             for layer, part in zip(group, made.parts(), strict=True):
                 self._put(layer, part)
 
@@ -138,15 +171,15 @@ class Filling:
         module = what.module if isinstance(what, Layer) else None
         layout = "" if isinstance(made, nn.Fp8Linear) else made.layout.key
         size = sum(t.nbytes for t in (*made.parameters(), *made.buffers()))
-        self.report.entries.append(
-            Entry(what.path, module.kind if module else "nvfp4", type(made).__name__, layout, self._at(what.path), size)
-        )
+        kind, device = module.kind if module else "nvfp4", str(self._device(what.path))
+        self.report.entries.append(Entry(what.path, kind, type(made).__name__, layout, device, size))
         self._replace(what.path, made)
         for path in what.tied if isinstance(what, Layer) else ():
             self._replace(path, self._shared(path, made))
 
-    def _at(self, path: str) -> str:
-        return str(self._device(path))
+    def _own(self, path: str) -> dict[str, Any]:
+        """What a layer is asked for beyond its weight: the head's logits are float32."""
+        return {"out_dtype": torch.float32 if path == self.head else None, "precision": self.options.precision}
 
     def _shared(self, path: str, holder: Any) -> torch.nn.Module:
         """A module with the weight of another."""
@@ -158,7 +191,7 @@ class Filling:
             holder = None
         if type(self.old[path]) is torch.nn.Embedding:
             return nn.Embedding(packed, dtype=self.dtype)
-        own = {"out_dtype": torch.float32 if path == self.head else None, "precision": self.options.precision}
+        own = self._own(path)
         return nn.Linear(packed, **own) if holder is None else nn.TiedLinear(holder, **own)
 
     def _device(self, path: str) -> torch.device:

@@ -14,7 +14,13 @@ from halfbyte.nn import Experts
 from halfbyte.patterns import FUSED
 from halfbyte.weight import Weight, dtype_name
 
-SIBLINGS: Final = (*FUSED.values(), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
+SIBLINGS: Final = (
+    *FUSED.values(),
+    ("query", "key", "value"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("q", "k", "v"),
+    ("wi_0", "wi_1"),
+)
 """Layers of one parent that get the same input, in the order in which they are joined."""
 _CROSS: Final = re.compile(r"cross|encoder_attn|EncDec", re.IGNORECASE)
 """Parents whose keys and values come from another input than the queries."""

@@ -6,13 +6,15 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+import huggingface_hub
 import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from halfbyte.checkpoint.reader import open_checkpoint
-from halfbyte.errors import UsageError
-from halfbyte.hf.quantizer import METHOD, HalfbyteConfig, Options
+from halfbyte.errors import FormatError, UsageError
+from halfbyte.hf.filling import Options
+from halfbyte.hf.quantizer import METHOD, HalfbyteConfig
 from halfbyte.modules import quant_section
 
 _REFUSED: Final = {
@@ -63,7 +65,7 @@ def from_pretrained(
         options.pop(name, None)
     folder, section = _located(path, bool(options.get("local_files_only")))
     trusted = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
-    config = options.pop("config", None) or AutoConfig.from_pretrained(folder, **trusted)
+    config = options.pop("config", None) or _config(folder, trusted)
     device = _one_device(device_map)
     config.quantization_config = HalfbyteConfig(section, METHOD, Options(fuse, precision, layout, device))
     if dtype is not None:
@@ -88,14 +90,23 @@ def _one_device(device_map: Any) -> torch.device | None:
 def _located(path: str | os.PathLike[str], local_only: bool) -> tuple[Path, dict[str, Any]]:
     """The directory of a checkpoint, and its quantization_config."""
     if local_only and not Path(path).exists():
-        import huggingface_hub as hub
-
-        path = hub.snapshot_download(os.fspath(path), local_files_only=True)
+        try:
+            path = huggingface_hub.snapshot_download(os.fspath(path), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise FormatError("not in the local cache", file=os.fspath(path)) from error
     checkpoint = open_checkpoint(path)
     checkpoint.require_readable()
     if not checkpoint.path.is_dir():
         raise UsageError("a model is loaded from a directory", got=str(checkpoint.path), expected="its config, too")
     return checkpoint.path, dict(quant_section(checkpoint.headers))
+
+
+def _config(folder: Path, trusted: dict[str, Any]) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, **trusted)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise FormatError("transformers cannot read the config", file=str(folder), got=reason[0]) from error
 
 
 def _class_of(config: Any) -> Any:

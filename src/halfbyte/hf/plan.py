@@ -65,7 +65,7 @@ class Plan:
         groups: of layers that run as one product; most are of one layer.
         stacks: of experts.
         kept: tensors that are carried, and not computed with.
-        dense: the tensors that transformers loads.
+        renamed: state dict keys of dense tensors that have another name on disk.
         notes: what was not done as asked, and why.
         untied: state dict keys that the model ties, whose modules have quantized weights now.
     """
@@ -73,7 +73,7 @@ class Plan:
     groups: list[list[Layer]] = field(default_factory=list)
     stacks: list[Stack] = field(default_factory=list)
     kept: list[Stored] = field(default_factory=list)
-    dense: list[Stored] = field(default_factory=list)
+    renamed: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     untied: set[str] = field(default_factory=set)
 
@@ -139,6 +139,7 @@ class _Planner:
             if self._outside(name):
                 self.made.notes.append(f"left out, since the class has no such head: {main}")
                 return
+            self._refuse_experts(name, main)
             raise UsageError(
                 "no module of the model uses this tensor",
                 tensor=main,
@@ -151,7 +152,7 @@ class _Planner:
         path = place.keys[0].removesuffix(".weight")
         old = self.model.get_submodule(path)
         embedding = type(old) is torch.nn.Embedding
-        if not embedding and not (isinstance(old, torch.nn.Linear) and type(old).forward is torch.nn.Linear.forward):
+        if not embedding and type(old) is not torch.nn.Linear:
             raise UsageError(
                 "a quantized weight needs a plain linear layer or embedding",
                 tensor=main,
@@ -177,6 +178,18 @@ class _Planner:
     def _fits(self, name: str, got: Iterable[int], needed: Iterable[int]) -> None:
         if tuple(got) != tuple(needed):
             raise UsageError("the tensor does not fit the model", tensor=name, got=tuple(got), expected=tuple(needed))
+
+    def _refuse_experts(self, name: str, main: str) -> None:
+        """UsageError with the reason where a model has experts of this name, and no place for them."""
+        single = numbered(name.removesuffix(".weight"))
+        if single is None:
+            return
+        try:
+            reason = experts_refusal(self.model.get_submodule(single[0]))
+        except AttributeError:
+            return
+        if reason is not None:
+            raise UsageError(f"these experts cannot be replaced: {reason}", tensor=main)
 
     def _expert(self, module: Module, keys: tuple[str, ...], main: str) -> None:
         path = keys[0].rpartition(".")[0]
@@ -220,9 +233,11 @@ class _Planner:
             if not place.converted:
                 self._fits(tensor.name, tensor.shape, self.names.tensors[key].shape)
             self.filled.add(key)
+            if key != tensor.name:
+                self.made.renamed.add(key)
         if place.keys:
-            self.made.dense.append(tensor)
-        elif tensor.name.rpartition(".")[2] in KV_SCALES:
+            return
+        if tensor.name.rpartition(".")[2] in KV_SCALES:
             self.made.kept.append(tensor)
         else:
             self.left.append(tensor)

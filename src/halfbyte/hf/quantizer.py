@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,26 +18,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoint.reader import open_checkpoint
 from halfbyte.errors import UsageError
-from halfbyte.hf.filling import Filling
+from halfbyte.hf.filling import Filling, Options
 from halfbyte.hf.pending import Pending
+from halfbyte.operands import checked_dtype
 
 METHOD: Final = "halfbyte"
 """``quant_method`` of packed checkpoints, and of those that ``halfbyte.hf.from_pretrained`` loads."""
 METHODS: Final = ("modelopt", METHOD)
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a checkpoint is loaded; see ``halfbyte.hf.from_pretrained``.
-
-    Attributes:
-        device: where all of the model goes; None where transformers says what goes where.
-    """
-
-    fuse: bool = True
-    precision: str | None = None
-    layout: str | None = None
-    device: Any = None
 
 
 class HalfbyteConfig(QuantizationConfigMixin):
@@ -85,23 +71,31 @@ class HalfbyteQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self._filling: Filling | None = None
 
+    def update_dtype(self, dtype: Any) -> Any:
+        """The dtype itself; UsageError where no kernel takes activations of it."""
+        checked_dtype(dtype, "the model's dtype")
+        return dtype
+
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse what cannot be loaded.
 
         Raises:
-            UsageError: a dense model, or weights left on disk.
+            UsageError: a dense model, or weights that are not to lie where they are computed with.
         """
         if not self.pre_quantized:
             raise UsageError("a dense model is not quantized by loading it", hint="use halfbyte.hf.quantize_model")
         device_map = kwargs.get("device_map")
-        places = device_map.values() if isinstance(device_map, dict) else ()
-        if "disk" in places:
-            raise UsageError("NVFP4 weights are not left on disk", got=device_map, expected="devices")
+        places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
+        if "disk" in places or ("cpu" in places and len(places) > 1):
+            hint = "name the GPUs in device_map or max_memory, or load all of it on the CPU"
+            raise UsageError("NVFP4 layers are not offloaded", got=", ".join(sorted(places)), hint=hint)
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         files = kwargs.get("checkpoint_files")
         if not files:
             raise UsageError("a quantized model is loaded from its files", expected="a directory or a hub name")
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise UsageError("quantized layers are not split over ranks", hint="make shards with halfbyte shard --tp")
         folder = Path(files[0]).parent
         checkpoint = open_checkpoint(folder)
         shards = {Path(shard.file).name for shard in checkpoint.shards}

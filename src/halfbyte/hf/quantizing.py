@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +31,8 @@ from halfbyte.weight import Weight, to_numpy
 _SECTION = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
 _CHUNK = 4 << 20
 """Values that an error is measured of at once."""
+_TRIM = 64 << 20
+"""Bytes that are freed before the system gets them back."""
 
 
 @torch.no_grad()
@@ -50,8 +53,8 @@ def quantize_model(
     in between, or the run is interrupted, each layer is dense or NVFP4, the model runs, and a second call goes on.
 
     Args:
-        model: a torch.nn.Module with weights in float32, bfloat16 or float16; of a PreTrainedModel, ``save_pretrained``
-            then writes a ModelOpt checkpoint.
+        model: a torch.nn.Module with weights in float32, bfloat16 or float16; ``save_pretrained`` of a PreTrainedModel,
+            or of one inside, then writes a ModelOpt checkpoint.
         recipe: as for ``halfbyte.quantize``.
         include: patterns of modules to quantize instead of the default: every linear layer with K % 16 == 0, but
             output heads and routers. Each expert's layers have names such as ``model.layers.0.mlp.experts.3.up_proj``.
@@ -76,9 +79,8 @@ def quantize_model(
     try:
         run.replace_all(fuse)
     finally:
-        if run.layers and isinstance(model, PreTrainedModel):
-            mark(model, _SECTION, "modelopt")
-            attach(model)
+        if run.layers:
+            _mark(model)
     return QuantizeModelReport(
         layers=tuple(run.layers),
         skipped=tuple(chosen.skipped.items()),
@@ -102,6 +104,7 @@ class _Run:
         self.layers: list[QuantizedLayer] = []
         self.notes: list[str] = []
         self._wrong = self._total = 0.0
+        self._freed = 0
         peaks = {layer.name: self._peak(layer) for layer in chosen.layers}
         if share:
             groups: dict[str, list[str]] = defaultdict(list)
@@ -139,7 +142,11 @@ class _Run:
     def replace_all(self, fuse: bool) -> None:
         """Replace the modules, those of one product together."""
         groups = {path: group for group in (siblings(self._fusable()) if fuse else ()) for path in group}
+        freed = 0
         for name in self._chosen.paths:
+            if self._freed - freed >= _TRIM:
+                freed = self._freed
+                _give_back()
             group = groups.get(name, (name,))
             if len(group) > 1:
                 if group[0] == name:
@@ -148,6 +155,7 @@ class _Run:
                 self._replace(name)
             else:
                 self._replace_experts(name)
+        _give_back()
 
     def _fusable(self) -> Iterator[str]:
         """Linear layers whose weight is their own."""
@@ -233,6 +241,7 @@ class _Run:
     def _done(self, name: str, dense: Tensor, weight: Weight, wrong: float, total: float) -> None:
         self._wrong, self._total = self._wrong + wrong, self._total + total
         error = (wrong / total) ** 0.5 if total else 0.0
+        self._freed += dense.nbytes
         self.layers.append(QuantizedLayer(name, tuple(dense.shape), error, dense.nbytes, weight.nbytes))
 
     def _noted(self, name: str, note: str | None) -> None:
@@ -246,17 +255,41 @@ class _Run:
         setattr(owner, child, new)
 
 
+def _mark(model: torch.nn.Module) -> None:
+    """Let transformers know of the models that are not inside others; each of those inside can be saved, too."""
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and not name.startswith(inside or ("\0",)):
+            mark(module, _SECTION, "modelopt")
+            inside = (*inside, f"{name}." if name else "")
+    attach(model)
+
+
 def _squares(dense: Tensor, weight: Weight) -> tuple[float, float]:
-    """``sum((q - w)^2)`` and ``sum(w^2)``."""
-    (n, k), sums = dense.shape, torch.zeros(2, dtype=torch.float64, device=dense.device)
+    """``sum((q - w)^2)`` and ``sum(w^2)``.
+
+    On the CPU by NumPy: torch's threads and those that dequantize would wait for each other.
+    """
+    on_cpu, (n, k) = dense.device.type == "cpu", dense.shape
+    rows: Any = to_numpy(dense) if on_cpu else dense
+    of, sums = weight.numpy() if on_cpu else weight, [0.0, 0.0]
     step = max(1, _CHUNK // max(k, 1))
     for a in range(0, n, step):
         b = min(a + step, n)
-        w = dense[a:b].to(torch.float32)
-        q: Any = weight.rows(a, b).dequantize("float32")
-        sums += torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) ** 2 for x in (q - w, w)])
-    wrong, total = sums.tolist()
-    return wrong, total
+        w = rows[a:b].astype(np.float32) if on_cpu else rows[a:b].to(torch.float32)
+        q: Any = of.rows(a, b).dequantize("float32")
+        q -= w
+        for i, x in enumerate((q, w)):
+            by_row = np.einsum("ij,ij->i", x, x) if on_cpu else (x * x).sum(1)
+            sums[i] += float(by_row.sum(dtype=np.float64 if on_cpu else torch.float64))
+    return sums[0], sums[1]
+
+
+def _give_back() -> None:
+    """Let the system have freed memory: glibc keeps blocks of up to 32 MB for what it is asked for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ class Entry:
     Attributes:
         name: of the module in the model.
         kind: "nvfp4", "fp8" or "dense".
-        held: what holds it, such as "Linear" or "Part of q_proj, k_proj, v_proj".
+        held: what holds it, such as "Linear", "Part" or "Experts"; the first part has the bytes of its whole group.
         layout: the key of its layout; "" where it has none.
         device: where it lies.
         nbytes: what it takes there.
@@ -66,7 +66,7 @@ class LoadReport:
         lines = [f"{self.path}: {self.dialect}, {self.nbytes / 1e6:.1f} MB in {self.seconds:.2f} s"]
         for key in sorted(groups):
             kind, layout, device = key
-            what = f"{groups[key]} {kind}" + (f" as {layout}" if layout else "")
+            what = "dense tensors" if kind == "dense" else f"{groups[key]} {kind}" + (f" as {layout}" if layout else "")
             lines.append(f"  {what} on {device}: {taken[key] / 1e6:.1f} MB")
         if self.kept:
             lines.append(f"  {len(self.kept)} tensors kept, not computed with: {few(self.kept)}")

@@ -6,6 +6,7 @@ Weights come out of their modules one at a time. The directory gets its name whe
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -25,8 +27,9 @@ from halfbyte.dialects import dialect_named
 from halfbyte.errors import TargetError, UsageError
 from halfbyte.experts import numbered, spelled
 from halfbyte.modules import QUANTIZED, Headers, Module, refuse_broken
-from halfbyte.nn import Experts, weights_of
-from halfbyte.stored import Stored, dtype_named
+from halfbyte.nn import Experts, Quantized, weights_of
+from halfbyte.stored import Stored, header_dtype
+from halfbyte.writing import without_quantization
 
 _REPLACED = ("config.json", "hf_quant_config.json", INDEX)
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -43,6 +46,7 @@ class Saver:
         self,
         save_directory: str | os.PathLike[str],
         is_main_process: bool = True,
+        *,
         max_shard_size: int | str = "5GB",
         **others: Any,
     ) -> None:
@@ -60,9 +64,11 @@ class Saver:
             save_pretrained(self.model, save_directory, max_shard_size=max_shard_size)
 
 
-def attach(model: Any) -> None:
-    """Let ``model.save_pretrained`` write what the model holds."""
-    model.save_pretrained = Saver(model)
+def attach(model: torch.nn.Module) -> None:
+    """Let ``save_pretrained`` of a model, and of each one inside it, write what it holds."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and _holders(module):
+            module.__dict__["save_pretrained"] = Saver(module)  # a method that is the instance's own
 
 
 def save_pretrained(model: Any, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
@@ -82,7 +88,7 @@ def save_pretrained(model: Any, path: str | os.PathLike[str], *, max_shard_size:
         TargetError: a directory that cannot be written, or that holds something else. Nothing is left behind.
     """
     size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    target, content = Path(os.path.abspath(path)), _Content(model)
+    target, content = Path(os.path.realpath(path)), _Content(model)
     section, extra = content.config()
     shards = distribute(content.stored, size)
     names = shard_names(len(shards))
@@ -118,7 +124,7 @@ class _Content:
         self._model, self._dialect = model, dialect_named("modelopt")
         self._report = getattr(model, "halfbyte", None)
         self._dense = self._dense_tensors()
-        self.stored = [Stored(name, dtype_named(str(t.dtype)), tuple(t.shape)) for name, t in self._dense.items()]
+        self.stored = [Stored(name, header_dtype(t), tuple(t.shape)) for name, t in self._dense.items()]
         headers: dict[str, tuple[Any, dict[str, Stored]]] = {}
         for name, weight in weights_of(model):
             headers[name] = weight.kind, _headers(weight)
@@ -157,6 +163,9 @@ class _Content:
         state: dict[str, torch.Tensor] = {}
         for key, tensor in self._model.state_dict().items():
             if _owner(key, holders) is None and key not in (self._model._keys_to_ignore_on_save or ()):
+                if tensor.is_meta:
+                    hint = "load the model without offloading, and save that"
+                    raise UsageError("the model does not hold this tensor: it is offloaded", tensor=key, hint=hint)
                 state[key] = tensor
         for name, holder in holders.items():
             if (bias := getattr(holder, "bias", None)) is not None:
@@ -171,7 +180,7 @@ def _holders(model: Any) -> dict[str, Any]:
     """The modules that hold quantized weights by name, without what they are made of."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
-        if hasattr(module, "layout") and hasattr(module, "weights") and _owner(name, found) is None:
+        if isinstance(module, Quantized) and _owner(name, found) is None:
             found[name] = module
     return found
 
@@ -208,7 +217,7 @@ def _expert_names(model: Any, name: str, count: int) -> dict[str, str]:
 _BYTES: Mapping[str, str] = {"codes": "U8", "scales": "F8_E4M3", "data": "F8_E4M3"}
 _ROLES: Mapping[str, tuple[str, ...]] = {
     "nvfp4": ("codes", "scales", "scale2", "input_scale", "pre_scale"),
-    "fp8": ("data", "scale", "input_scale"),
+    "fp8": ("data", "scale", "input_scale", "pre_scale"),
 }
 
 
@@ -223,9 +232,7 @@ def _headers(weight: Any) -> dict[str, Stored]:
     found = {}
     for role, array in _arrays(weight).items():
         single = role in ("scale2", "scale", "input_scale") and all(size == 1 for size in array.shape)
-        found[role] = Stored(
-            role, _BYTES.get(role) or dtype_named(str(array.dtype)), () if single else tuple(array.shape)
-        )
+        found[role] = Stored(role, _BYTES.get(role) or header_dtype(array), () if single else tuple(array.shape))
     return found
 
 
@@ -237,12 +244,14 @@ def _bytes(array: Any) -> Any:
 def _write_configs(model: Any, folder: Path, section: dict[str, Any]) -> None:
     """What transformers writes beside weights, and the model's own code where it has some."""
     config = copy.deepcopy(model.config)
-    config.quantization_config = section
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     if model.is_remote_code():
         custom_object_save(model, str(folder), config=config)
     config.save_pretrained(str(folder))
+    file = folder / "config.json"
+    written = without_quantization(json.loads(file.read_bytes())) | {"quantization_config": section}
+    file.write_text(json.dumps(written, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
     if model.can_generate():
         model.generation_config.save_pretrained(str(folder))
 

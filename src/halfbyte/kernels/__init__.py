@@ -6,13 +6,15 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, chain, embedding, fp8, int8, reference, step
+from halfbyte.kernels import attention, chain, embedding, fp8, gated, int8, pick, reference, step
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.chain import ChainArgs
 from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
+from halfbyte.kernels.cpu import step as cpu_step
 from halfbyte.kernels.cuda import (
+    attend_gluon,
     chain_gluon,
     choices,
     columns,
@@ -24,13 +26,16 @@ from halfbyte.kernels.cuda import (
     scaled_mm,
 )
 from halfbyte.kernels.cuda import embedding as cuda_embedding
+from halfbyte.kernels.cuda import pick as cuda_pick
 from halfbyte.kernels.cuda import step as cuda_step
 from halfbyte.kernels.descriptors import TensorDesc
 from halfbyte.kernels.embedding import EmbeddingArgs, EmbeddingCall
 from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
 from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
+from halfbyte.kernels.gated import GatedArgs
 from halfbyte.kernels.int8 import Int8Args, Int8Call
+from halfbyte.kernels.pick import PickArgs
 from halfbyte.kernels.step import AddNormArgs, AttendArgs, GateArgs
 
 KERNELS: tuple[Kernel[Any, Any], ...] = (
@@ -48,9 +53,17 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     cuda_embedding.TRITON,
     embedding.TORCH,
     embedding.NUMPY,
+    decode_gluon.GATED,
+    gated.COMPOSED,
     cuda_step.ADD_NORM,
+    attend_gluon.GLUON,
     cuda_step.ATTEND,
     cuda_step.GATE,
+    cuda_pick.TRITON,
+    pick.TORCH,
+    cpu_step.ADD_NORM,
+    cpu_step.ATTEND,
+    cpu_step.GATE,
     step.ADD_NORM,
     step.ATTEND,
     step.GATE,
@@ -91,12 +104,14 @@ __all__ = [
     "Fp8Args",
     "Fp8Call",
     "GateArgs",
+    "GatedArgs",
     "Int8Args",
     "Int8Call",
     "Kernel",
     "LinearArgs",
     "LlmFmha",
     "LlmFmhaPaged",
+    "PickArgs",
     "TensorDesc",
     "VitFmha",
     "forced",

@@ -200,8 +200,9 @@ class Kernel(Generic[A, C]):
             ``compile`` of what ``configure`` says.
         launch: runs on the arguments of an accepted call and writes their ``out``, which is not empty; None where that
             is ``bind`` and a call of what it gives.
-        bind: what is left of ``launch`` for calls like these, on other x, bias and out: a function of the three; or
-            None where nothing would be saved. On a GPU it may keep the addresses of the weight, but not the weight.
+        bind: what is left of ``launch`` for calls like these, on other x, bias and out: a function of the three, and
+            of all that ``arrays`` of the bundle gives where it has that; or None where nothing would be saved. On a GPU
+            it may keep the addresses of the weight, but not the weight.
         configure: how ``launch`` and ``bind`` run an accepted call, as a frozen dataclass; None where there is one way.
         scratch: bytes of memory beside the arguments that an accepted call takes.
         configurations: those that can pay for an accepted call, for ``halfbyte tune``; each is a second argument that
@@ -219,7 +220,7 @@ class Kernel(Generic[A, C]):
     cost: Callable[[C], Cost]
     load: Callable[[C], None] | None = None
     launch: Callable[[A], None] | None = None
-    bind: Callable[..., Callable[[Array, Array | None, Array], None]] | None = None
+    bind: Callable[..., Callable[..., None]] | None = None
     configure: Callable[[C], Any] | None = None
     scratch: Callable[[C], int] | None = None
     configurations: Callable[[C], Sequence[Any]] | None = None
@@ -263,7 +264,8 @@ class Kernel(Generic[A, C]):
             self.launch(args)
         elif self.bind is not None:
             given: Any = args
-            self.bind(args)(given.x, given.bias, given.out)
+            arrays = given.arrays() if hasattr(given, "arrays") else (given.x, given.bias, given.out)
+            self.bind(args)(*arrays)
 
 
 def check_kind(layout: Layout) -> None:

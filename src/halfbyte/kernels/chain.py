@@ -8,7 +8,7 @@
     qkv = qkv_next(add_norm(s2, norm2))
 
 Each product is rounded once to the dtype, with its bias, before anything is added: as ``linear``, ``add_norm`` and
-``gate`` one after the other, which is how the kernel here computes it. Tensors are torch's; a row does not depend on
+``gated`` one after the other, which is how the kernel here computes it. Tensors are torch's; a row does not depend on
 the others.
 """
 
@@ -20,7 +20,8 @@ from typing import Any, ClassVar, Final
 from halfbyte.arrays import float_dtype
 from halfbyte.errors import UsageError
 from halfbyte.kernels.base import Call, Cost, Kernel, LinearArgs, check_kind, linear_cost, load_torch, why_not_torch
-from halfbyte.kernels.step import ACTIVATIONS, AddNormArgs, GateArgs, StepCall, check, check_axes, place_of
+from halfbyte.kernels.gated import GatedArgs
+from halfbyte.kernels.step import ACTIVATIONS, AddNormArgs, StepCall, check, check_axes, place_of
 from halfbyte.layouts import Packed
 from halfbyte.numerics import Array
 
@@ -136,12 +137,12 @@ def _launch(args: ChainArgs) -> None:
         if i:
             _linear(normed, args.weights[3], args.biases[3], args.qkv)
             return
-        both = _linear(normed, args.weights[1], args.biases[1])
-        x = torch.empty_like(both[:, : both.shape[1] // 2], memory_format=torch.contiguous_format)
-        _run(GateArgs(gate_up=both, activation=args.activation, out=x))
+        x = normed.new_empty((len(normed), args.weights[2].shape[1]))
+        gate_up = args.weights[1]
+        _run(GatedArgs(x=normed, weight=gate_up, bias=args.biases[1], activation=args.activation, out=x))
 
 
-def _run(args: AddNormArgs | GateArgs | LinearArgs) -> None:
+def _run(args: AddNormArgs | GatedArgs) -> None:
     from halfbyte.kernels import select
 
     bundle: Any = type(args)
@@ -172,7 +173,7 @@ def _linear(x: Any, weight: Packed, bias: Any, out: Any = None) -> Any:
 TORCH: Final = Kernel(
     name="chain-composed",
     bundle=ChainArgs,
-    description="linear, add_norm and gate one after the other",
+    description="linear, add_norm and gated one after the other",
     refuse=lambda call: why_not_torch(call.library),
     load=load_torch,
     launch=_launch,

@@ -7,7 +7,7 @@
     gate       round(activation(gate) * up)
 
 They round as transformers does in ``add_norm``, and otherwise once: what is computed between is float32. Tensors are
-torch's; a row does not depend on the others.
+torch's and have no gaps; a row does not depend on the others. A kernel's ``bind`` gives a function of ``arrays()``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final, TypeVar
 from halfbyte.arrays import dtype_name, float_dtype
 from halfbyte.errors import UsageError
 from halfbyte.kernels.base import Cost, Kernel, Library, capability_of, device_of, library_of, load_torch, why_not_torch
-from halfbyte.numerics import Array
+from halfbyte.numerics import Array, is_torch
 
 ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "relu2")
 DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -109,7 +109,11 @@ class AddNormArgs:
     def __post_init__(self) -> None:
         shape = check_axes(self.x, "x", 2)
         residual = {} if self.residual is None else {"residual": shape}
-        _check(self, self.x, residual | {"weight": shape[1:], "normed": shape, "total": shape})
+        _check(self, self.x, residual | {"x": shape, "weight": shape[1:], "normed": shape, "total": shape})
+
+    def arrays(self) -> tuple[Any, ...]:
+        """What a bound kernel takes."""
+        return self.x, self.residual, self.weight, self.eps, self.normed, self.total
 
     def call(self) -> AddNormCall:
         """What decides which kernel runs on these arrays."""
@@ -138,7 +142,11 @@ class GateArgs:
             raise UsageError("gate_up has no two halves", got=(m, width), expected="(M, 2 I)")
         if self.activation not in ACTIVATIONS:
             raise UsageError("unknown activation", got=repr(self.activation), expected=" or ".join(ACTIVATIONS))
-        _check(self, self.gate_up, {"out": (m, width // 2)})
+        _check(self, self.gate_up, {"gate_up": (m, width), "out": (m, width // 2)})
+
+    def arrays(self) -> tuple[Any, ...]:
+        """What a bound kernel takes."""
+        return self.gate_up, self.out
 
     def call(self) -> GateCall:
         """What decides which kernel runs on these arrays."""
@@ -202,7 +210,7 @@ class AttendArgs:
                 "the cache does not fit qkv", got=f"keys {cache} and qkv {(b, width)}",
                 expected="(B, Hkv, T, D) and (B, (Hq + 2 Hkv) D), D even and Hq a multiple of Hkv",
             )  # fmt: skip
-        needed = {"keys": cache, "values": cache, "out": (b, heads * dim)}
+        needed = {"qkv": (b, width), "keys": cache, "values": cache, "out": (b, heads * dim)}
         norms = {name: (dim,) for name in ("q_norm", "k_norm") if getattr(self, name) is not None}
         _check(self, self.qkv, needed | norms)
         for name in ("cos", "sin"):
@@ -210,6 +218,13 @@ class AttendArgs:
         _check(self, self.qkv, {"positions": (b,)}, "int64")
         if self.window is not None and self.window < 1:
             raise UsageError("a window has entries", got=self.window, expected="1 or more, or None")
+
+    def arrays(self) -> tuple[Any, ...]:
+        """What a bound kernel takes."""
+        return (
+            self.qkv, self.cos, self.sin, self.positions, self.keys, self.values, self.q_norm, self.k_norm,
+            self.eps, self.scale, self.out,
+        )  # fmt: skip
 
     def call(self) -> AttendCall:
         """What decides which kernel runs on these arrays."""
@@ -244,6 +259,8 @@ def check(op: str, name: str, a: Array, like: Array, shape: tuple[int, ...], dty
         raise UsageError(f"{name} does not fit {op}", got=dtype_name(a.dtype), expected=wanted)
     if getattr(a, "device", None) != getattr(like, "device", None):
         raise UsageError(f"{name} is on another device", got=str(a.device), expected=str(like.device))
+    if is_torch(a) and not a.is_contiguous():
+        raise UsageError(f"{name} has gaps", got=f"strides {a.stride()}", hint="make it contiguous")
 
 
 def _check(args: Any, like: Array, shapes: dict[str, tuple[int, ...]], dtype: str | None = None) -> None:
@@ -290,13 +307,15 @@ def _refuse(call: StepCall) -> tuple[str, ...]:
     return why_not_torch(call.library)
 
 
-def _add_norm(args: AddNormArgs) -> None:
+def _bind_add_norm(args: AddNormArgs) -> Callable[..., None]:
     import torch
 
-    total = args.x
-    if args.residual is not None:
-        total = torch.add(args.x, args.residual, out=args.total)
-    torch.mul(_normed(total, args.eps), args.weight, out=args.normed)
+    def run(x: Any, residual: Any, weight: Any, eps: float, normed: Any, total: Any) -> None:
+        if residual is not None:
+            x = torch.add(x, residual, out=total)
+        torch.mul(_normed(x, eps), weight, out=normed)
+
+    return run
 
 
 def _normed(x: Any, eps: float) -> Any:
@@ -305,10 +324,9 @@ def _normed(x: Any, eps: float) -> Any:
     return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
-def _gate(args: GateArgs) -> None:
+def _bind_gate(args: GateArgs) -> Callable[..., None]:
     import torch
 
-    gate, up = args.gate_up.float().chunk(2, -1)
     functional = torch.nn.functional
     activations: dict[str, Callable[[Any], Any]] = {
         "silu": functional.silu,
@@ -316,67 +334,88 @@ def _gate(args: GateArgs) -> None:
         "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh"),
         "relu2": lambda g: functional.relu(g).square(),
     }
-    args.out.copy_(activations[args.activation](gate) * up)
+    activation = activations[args.activation]
+
+    def run(gate_up: Any, out: Any) -> None:
+        gate, up = gate_up.float().chunk(2, -1)
+        out.copy_(activation(gate) * up)
+
+    return run
 
 
-def _attend(args: AttendArgs) -> None:
+def _bind_attend(args: AttendArgs) -> Callable[..., None]:
     import torch
 
-    b, kv, room, dim = args.keys.shape
-    heads = args.out.shape[1] // dim
-    q, k, v = args.qkv.view(b, -1, dim).tensor_split((heads, heads + kv), 1)
-    q = q if args.q_norm is None else _normed(q, args.eps) * args.q_norm
-    k = k if args.k_norm is None else _normed(k, args.eps) * args.k_norm
-    at = args.positions
-    places = at.tolist() if at.device.type == "cpu" else None
-    if places is None:
-        valid = (at >= 0) & (at < room)
-        at = at.clamp(0, room - 1)
-    elif not all(0 <= p < room for p in places):
-        raise UsageError("positions are outside of the cache", got=places, expected=f"0..{room - 1}")
-    both = torch.cat((q, k), 1).float()
-    turned = torch.cat((-both[..., dim // 2 :], both[..., : dim // 2]), -1)
-    both = (both * args.cos[at][:, None] + turned * args.sin[at][:, None]).to(q.dtype)
-    grouped, k = both[:, :heads].reshape(b, kv, -1, dim), both[:, heads:]
-    batch = torch.arange(b, device=at.device)
+    window = args.window
     attention = torch.nn.functional.scaled_dot_product_attention
-    if places is None:
-        for cache, new in ((args.keys, k), (args.values, v)):
-            cache[batch, :, at] = torch.where(valid[:, None, None], new, cache[batch, :, at])
-        entries = torch.arange(room, device=at.device)
-        seen = entries <= at[:, None]
-        if args.window is not None:
-            seen &= entries > at[:, None] - args.window
-        hidden = ~seen[:, None, :, None]
-        keys, values = (cache.masked_fill(hidden, 0) for cache in (args.keys, args.values))
-        y = attention(grouped, keys, values, attn_mask=seen[:, None, None], scale=args.scale)
-        args.out.copy_(y.reshape(args.out.shape).masked_fill_(~valid[:, None], float("nan")))
-        return
-    args.keys[batch, :, at] = k
-    args.values[batch, :, at] = v
-    out = args.out.view(b, kv, -1, dim)
-    alike = len(set(places)) == 1
-    for rows, p in [(slice(b), places[0])] if alike else [(slice(i, i + 1), p) for i, p in enumerate(places)]:
-        span = slice(0 if args.window is None else max(0, p + 1 - args.window), p + 1)
-        keys, values = args.keys[rows, :, span], args.values[rows, :, span]
-        out[rows] = attention(grouped[rows], keys, values, scale=args.scale)
+
+    def run(
+        qkv: Any,
+        cos: Any,
+        sin: Any,
+        positions: Any,
+        keys: Any,
+        values: Any,
+        q_norm: Any,
+        k_norm: Any,
+        eps: float,
+        scale: float,
+        out: Any,
+    ) -> None:
+        b, kv, room, dim = keys.shape
+        heads = out.shape[1] // dim
+        q, k, v = qkv.view(b, -1, dim).tensor_split((heads, heads + kv), 1)
+        q = q if q_norm is None else _normed(q, eps) * q_norm
+        k = k if k_norm is None else _normed(k, eps) * k_norm
+        places = positions.tolist() if positions.device.type == "cpu" else None
+        if places is None:
+            valid = (positions >= 0) & (positions < room)
+            positions = positions.clamp(0, room - 1)
+        elif not all(0 <= p < room for p in places):
+            raise UsageError("positions are outside of the cache", got=places, expected=f"0..{room - 1}")
+        both = torch.cat((q, k), 1).float()
+        turned = torch.cat((-both[..., dim // 2 :], both[..., : dim // 2]), -1)
+        both = (both * cos[positions][:, None] + turned * sin[positions][:, None]).to(q.dtype)
+        grouped, k = both[:, :heads].reshape(b, kv, -1, dim), both[:, heads:]
+        batch = torch.arange(b, device=positions.device)
+        if places is None:
+            for cache, new in ((keys, k), (values, v)):
+                cache[batch, :, positions] = torch.where(valid[:, None, None], new, cache[batch, :, positions])
+            entries = torch.arange(room, device=positions.device)
+            seen = entries <= positions[:, None]
+            if window is not None:
+                seen &= entries > positions[:, None] - window
+            hidden = ~seen[:, None, :, None]
+            keys, values = (cache.masked_fill(hidden, 0) for cache in (keys, values))
+            y = attention(grouped, keys, values, attn_mask=seen[:, None, None], scale=scale)
+            out.copy_(y.reshape(out.shape).masked_fill_(~valid[:, None], float("nan")))
+            return
+        keys[batch, :, positions] = k
+        values[batch, :, positions] = v
+        out = out.view(b, kv, -1, dim)
+        alike = len(set(places)) == 1
+        for rows, p in [(slice(b), places[0])] if alike else [(slice(i, i + 1), p) for i, p in enumerate(places)]:
+            span = slice(0 if window is None else max(0, p + 1 - window), p + 1)
+            out[rows] = attention(grouped[rows], keys[rows, :, span], values[rows, :, span], scale=scale)
+
+    return run
 
 
 B = TypeVar("B", AddNormArgs, GateArgs, AttendArgs)
 
 
-def _reference(bundle: type[B], description: str, launch: Callable[[B], None], cost: Callable[[Any], Cost]) -> Any:
+def _reference(bundle: type[B], description: str, bind: Callable[[B], Callable[..., None]], cost: Any) -> Any:
     return Kernel(
         name=f"{bundle.op.replace('_', '-')}-torch",
         bundle=bundle,
         description=description,
         refuse=_refuse,
         load=load_torch,
-        launch=launch,
+        bind=bind,
         cost=cost,
     )
 
 
-ADD_NORM: Final = _reference(AddNormArgs, "torch's operators, any device", _add_norm, add_norm_cost)
-GATE: Final = _reference(GateArgs, "torch's operators, any device", _gate, gate_cost)
-ATTEND: Final = _reference(AttendArgs, "torch's scaled_dot_product_attention, any device", _attend, attend_cost)
+ADD_NORM: Final = _reference(AddNormArgs, "torch's operators, any device", _bind_add_norm, add_norm_cost)
+GATE: Final = _reference(GateArgs, "torch's operators, any device", _bind_gate, gate_cost)
+ATTEND: Final = _reference(AttendArgs, "torch's scaled_dot_product_attention, any device", _bind_attend, attend_cost)

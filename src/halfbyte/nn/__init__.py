@@ -12,7 +12,7 @@ try:
 except ImportError:
     raise MissingExtraError("torch", "torch", "halfbyte.nn") from None
 
-from halfbyte.nn.base import Holder, weights_of
+from halfbyte.nn.base import Holder, Quantized, weights_of
 from halfbyte.nn.embedding import Embedding
 from halfbyte.nn.experts import Experts
 from halfbyte.nn.fp8 import Fp8Linear
@@ -28,6 +28,7 @@ __all__ = [
     "Holder",
     "Linear",
     "Part",
+    "Quantized",
     "SwapReport",
     "TiedLinear",
     "swap_linears",

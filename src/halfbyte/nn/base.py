@@ -16,7 +16,18 @@ from halfbyte.operands import as_packed
 from halfbyte.weight import Fp8Weight, Weight, to_torch
 
 
-class Holder(torch.nn.Module):
+class Quantized(torch.nn.Module):
+    """A module with quantized weights. Each says its ``layout``, too."""
+
+    def weights(self) -> Iterator[tuple[str, Weight | Fp8Weight]]:
+        """What a checkpoint has of this module: (suffix, weight), where the suffix follows the module's name.
+
+        Nothing where other modules give it.
+        """
+        return iter(())
+
+
+class Holder(Quantized):
     """A module whose buffers are those of a Packed.
 
     ``.to(device)`` moves them; ``.to(dtype)``, ``.half()`` and the like leave them as they are: a weight has no other
@@ -35,25 +46,37 @@ class Holder(torch.nn.Module):
         self._names = tuple(packed.buffers())
         for name, buffer in packed.buffers().items():
             self.register_buffer(name, to_torch(buffer).contiguous())
-        self._packed: Packed | None = None
+        self._packed: tuple[Packed, tuple[tuple[str, Tensor], ...]] | None = None
 
     @property
     def packed(self) -> Packed:
         """The weight as it is held; its buffers are the module's."""
+        if self._packed is not None:
+            made, of = self._packed
+            own = self._buffers
+            for name, buffer in of:
+                if own[name] is not buffer:
+                    break
+            else:
+                return made
         held = self.held()
-        known = self._packed.buffers() if self._packed is not None else {}
-        if self._packed is None or any(known.get(name) is not buffer for name, buffer in held.items()):
-            self._packed = Packed(self.layout, self.shape, held)
-        return self._packed
+        made = Packed(self.layout, self.shape, held)
+        self._packed = made, tuple(held.items())
+        return made
 
     def held(self) -> dict[str, Any]:
         """The buffers of ``packed`` by name."""
         return {name: self._buffers[name] for name in self._names}
 
+    def weight(self) -> Weight:
+        """The weight, unpacked. A method: models that cast to a weight's dtype see that it is no tensor."""
+        unpacked: Any = self.packed.unpack()
+        made: Weight = unpacked
+        return made
+
     def weights(self) -> Iterator[tuple[str, Weight | Fp8Weight]]:
-        """What a checkpoint says of this module: (suffix, weight), where the suffix follows the module's name."""
-        weight: Any = self.packed.unpack()
-        yield "", weight
+        """As of every Quantized: the weight itself."""
+        yield "", self.weight()
 
     def get_extra_state(self) -> Tensor:
         """The layout's key as bytes: equally long buffers of another layout must not be read as this one's."""
@@ -180,11 +203,10 @@ def weights_of(model: torch.nn.Module) -> Iterator[tuple[str, Weight | Fp8Weight
 
     A Part gives its own rows, Experts the layers of each expert; what they are made of gives nothing more.
     """
-    inside: tuple[str, ...] = ()
+    inside: str | None = None
     for name, module in model.named_modules():
-        weights = getattr(module, "weights", None)
-        if not hasattr(module, "layout") or weights is None or name.startswith(inside or ("\0",)):
+        if not isinstance(module, Quantized) or (inside is not None and name.startswith(inside)):
             continue
-        inside = (*inside, f"{name}." if name else "")
-        for suffix, weight in weights():
+        inside = f"{name}." if name else ""
+        for suffix, weight in module.weights():
             yield ".".join(part for part in (name, suffix) if part), weight

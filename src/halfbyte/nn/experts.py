@@ -11,7 +11,7 @@ from torch import Tensor
 from halfbyte.errors import UsageError, WeightError
 from halfbyte.expert_ops import Mixture, Stacks, compute, traced
 from halfbyte.layouts import Layout, Packed
-from halfbyte.nn.base import Holder, as_bias, kernel_for_one, without_data
+from halfbyte.nn.base import Holder, Quantized, as_bias, kernel_for_one, without_data
 from halfbyte.operands import as_packed
 from halfbyte.ops import pack
 from halfbyte.weight import Fp8Weight, Weight
@@ -36,7 +36,7 @@ class Stack(Holder):
         return f"E={e}, N={n}, K={k}, layout={self.layout.key}, bias={self.bias is not None}"
 
 
-class Experts(torch.nn.Module):
+class Experts(Quantized):
     """The gated MLPs of a mixture of experts; ``halfbyte.expert_ops`` states what is computed.
 
     A token's result is the sum of its experts', each times its routing weight, in float32 in the order of its slots:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from halfbyte.errors import UsageError
 from halfbyte.layouts import Layout, Rows
-from halfbyte.nn.base import apply_to_all_but_weights, as_bias, as_dtype
+from halfbyte.nn.base import Quantized, apply_to_all_but_weights, as_bias, as_dtype
 from halfbyte.operands import precision_of
 from halfbyte.ops import linear
 from halfbyte.weight import Fp8Weight, to_torch
 
 
-class Fp8Linear(torch.nn.Module):
+class Fp8Linear(Quantized):
     """A linear layer on an FP8 weight, which stays in one byte for each value.
 
     By default activations are not rounded: each call decodes the weight of this one layer. With a scale for each
@@ -79,7 +79,7 @@ class Fp8Linear(torch.nn.Module):
     _of: tuple[Tensor | None, ...] | None = None
 
     def weights(self) -> Iterator[tuple[str, Fp8Weight]]:
-        """As of every module of halfbyte.nn."""
+        """As of every Quantized: the weight itself."""
         yield "", self.weight
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from halfbyte.errors import UsageError, WeightError
 from halfbyte.layouts import Fragments, Layout, Packed, Rows
-from halfbyte.nn.base import kernel_for_one
+from halfbyte.nn.base import Quantized, kernel_for_one
 from halfbyte.nn.linear import Linear
-from halfbyte.operands import wants_gradient
 from halfbyte.ops import linear, pack
 from halfbyte.weight import Fp8Weight, Weight, to_torch
 
@@ -65,7 +64,7 @@ class Group(Linear):
             numbers = [float("nan") if scale is None else float(scale) for scale in input_scales]
             kept = torch.tensor(numbers, dtype=torch.float32, device=self.held()["scale2"].device)
         self.register_buffer("input_scales", kept)
-        self._shared: tuple[Any, ...] | None = None
+        self._shared: tuple[Any, Any, dict[int, Tensor]] | None = None
         self._traced: tuple[Any, ...] | None = None
 
     @classmethod
@@ -117,19 +116,20 @@ class Group(Linear):
         The first part asked computes; each other takes its columns once, if x is still the same tensor and was not
         written to. Nothing is kept when the last took its own, or when x is gone.
         """
-        state = x._version, wants_gradient(x, self.bias), _stream(x)
-        shared = self._shared
-        if shared is not None and shared[1:3] == (id(x), state) and i in shared[4]:
-            y, waiting = shared[3:]
-            waiting.discard(i)
-            if not waiting:
-                self.__dict__["_shared"] = None
-        else:
-            self.__dict__["_shared"] = None
-            y, waiting = self(x), set(range(len(self.sizes))) - {i}
-            if waiting:
-                self.__dict__["_shared"] = weakref.ref(x, _forget(self)), id(x), state, y, waiting
-        return self._own(y, i)
+        state = id(x), x._version, x.requires_grad, torch.is_grad_enabled(), _stream(x)
+        shared, kept = self._shared, self.__dict__  # torch's own __setattr__ takes long
+        if shared is not None and shared[1] == state:
+            own = shared[2].pop(i, None)
+            if own is not None:
+                if not shared[2]:
+                    kept["_shared"] = None
+                return own
+        kept["_shared"] = None
+        views = dict(enumerate(torch.split_with_sizes(self(x), self.sizes, -1)))  # three narrow() take thrice as long
+        own = views.pop(i)
+        if views:
+            kept["_shared"] = weakref.ref(x, _forget(self)), state, views
+        return own
 
     def columns_traced(self, x: Tensor, i: int) -> Tensor:
         """``columns`` while torch traces it: one product in the graph; that x was written to is an error there."""
@@ -154,7 +154,7 @@ class Group(Linear):
         return super().__getstate__() | {"_shared": None, "_traced": None}
 
 
-class Part(torch.nn.Module):
+class Part(Quantized):
     """One layer of a Group, in its place in a model.
 
     Called with an x, it gives its columns of one product for all parts: a view, no copy. The first part owns the group
@@ -231,14 +231,18 @@ class Part(torch.nn.Module):
         return own
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
-        """As of every module of halfbyte.nn."""
+        """As of every Quantized: this layer alone."""
         yield "", self.weight()
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) to (..., N), a view of the group's result."""
         if torch.compiler.is_compiling():
             return self.group.columns_traced(x, self.index)
-        return self._alone(x) if x.is_inference() else self.group.columns(x, self.index)
+        if x.is_inference():
+            return self._alone(x)
+        group: Any = (self._modules or self.__dict__)["group"]  # as self.group, which torch looks for last
+        own: Tensor = group.columns(x, self.index)
+        return own
 
     def _alone(self, x: Tensor) -> Tensor:
         """The product with this layer's rows, which no other part shares."""

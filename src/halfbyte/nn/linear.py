@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfbyte.layouts import Layout, Packed
-from halfbyte.nn.base import Holder, as_bias, as_dtype, kernel_for_one, one_matrix, without_data
+from halfbyte.nn.base import Holder, Quantized, as_bias, as_dtype, kernel_for_one, one_matrix, without_data
 from halfbyte.operands import precision_of
 from halfbyte.ops import linear
 from halfbyte.torch_ops import traced
-from halfbyte.weight import Fp8Weight, Weight
+from halfbyte.weight import Weight
 
 
 class Linear(Holder):
@@ -42,7 +41,7 @@ class Linear(Holder):
         super().__init__(one_matrix(weight, f"a {type(self).__name__}"))
         self.out_features, self.in_features = self.shape
         self.out_dtype = None if out_dtype is None else as_dtype(out_dtype, "out_dtype")
-        precision_of(self._packed, precision)
+        precision_of(self.packed, precision)
         self.precision = precision
         self.register_parameter("bias", as_bias(bias, (self.out_features,)))
 
@@ -102,7 +101,7 @@ class Linear(Holder):
         )
 
 
-class TiedLinear(torch.nn.Module):
+class TiedLinear(Quantized):
     """A linear layer on the weight that another module holds, such as a head tied to its embedding.
 
     It has no buffers of its own: a state dict, ``.to()`` and the like see the weight once, where it is held. A copy of
@@ -133,10 +132,6 @@ class TiedLinear(torch.nn.Module):
     def packed(self) -> Packed:
         """The weight as it is held elsewhere."""
         return self.holder.packed
-
-    def weights(self) -> Iterator[tuple[str, Weight | Fp8Weight]]:
-        """Nothing: the module that holds the weight gives it."""
-        return iter(())
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) to (..., N) in x's dtype, or ``out_dtype``."""

@@ -54,6 +54,7 @@ def plan(
     Raises:
         FormatError: a checkpoint whose headers cannot be read or are not sound.
         HalfbyteError: nothing in it is quantized.
+        LayoutError: ``layout`` cannot hold one of the weights.
         UnavailableError: a GPU that is not here.
         UsageError: an option that is not known.
     """
@@ -184,8 +185,8 @@ class _Planner:
         try:
             return Form(shape=one.shape, layout=layout, **of)
         except LayoutError as error:
-            self.notes.append(f"{one.name} stays in rows: {error.message}")
-            return Form(shape=one.shape, **of)
+            error.tensor = one.name
+            raise
 
     def layer(self, one: Product, counts: list[int]) -> dict[str, Any] | None:
         """One entry of "layers"; None for what no kernel runs."""

@@ -146,7 +146,7 @@ def why_not_rows(call: Call) -> tuple[str, ...]:
         reasons.append("takes positive, finite block scales (bytes 00 to 7E)")
     if call.library == "torch":
         reasons.extend(why_not_torch(call.library, call.elsewhere))
-    missing = jit.missing()
+    missing = None if call.elsewhere else jit.missing()
     if missing:
         reasons.append(missing)
     return tuple(reasons)

@@ -23,7 +23,17 @@ from numba import carray, njit, prange, types
 from numba.extending import intrinsic
 
 from halfbyte import jit
-from halfbyte.kernels.cpu.scalars import BF16_KIND, F32_KIND, bits_of, float_of, narrow, widen
+from halfbyte.kernels.cpu.scalars import (
+    BF16_KIND,
+    F32_KIND,
+    bits_of,
+    f32_at,
+    float_of,
+    narrow,
+    pointer_to,
+    read,
+    u16_at,
+)
 from halfbyte.kernels.cpu.vectors import I8, I32, I64, Emit, vector
 
 TOKENS = {"vnni": 6, "portable": 2}
@@ -40,43 +50,11 @@ K_BLOCK = 4096
 """Activations at a time where there are more tokens: a tile's fit the first-level cache."""
 
 _i64, _f32 = types.int64, types.float32
+_i32_at, _u32_at, _i8_at = (pointer_to(t) for t in (types.int32, types.uint32, types.int8))
 _inner = njit(nogil=True, error_model="numpy")
 _MAX, _INFINITY, _MAGNITUDE = np.float32(127), np.uint32(0x7F800000), np.uint32(0x7FFFFFFF)
 _NEAREST, _NEAREST_BITS = np.float32(3 << 22), 0x4B400000
 """1.5 * 2^23: adding it rounds to an integer, to nearest even, whose bits are the sum's low ones."""
-
-
-def _pointer_to(element: Any) -> Any:
-    @intrinsic
-    def pointer(typing: Any, address: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(element)(_i64), code
-
-    return pointer
-
-
-_f32_at, _i32_at, _u32_at, _u16_at, _i8_at = (
-    _pointer_to(t) for t in (_f32, types.int32, types.uint32, types.uint16, types.int8)
-)
-
-
-@_inner
-def _read(kind, address, count, to):
-    """Elements of an array of a dtype, as f32."""
-    if kind == F32_KIND:
-        floats = carray(_f32_at(address), count)
-        for i in range(count):
-            to[i] = floats[i]
-        return
-    words = carray(_u16_at(address), count)
-    if kind == BF16_KIND:
-        for i in range(count):
-            to[i] = float_of(np.uint32(np.uint32(words[i]) << np.uint32(16)))
-    else:
-        for i in range(count):
-            to[i] = widen(words[i])
 
 
 @_inner
@@ -84,15 +62,15 @@ def _quantize(kind, x, pre, k, unsigned, out, scale, start):
     """One token in 8 bits, zeros after K; its scale; and what its sums start at."""
     padded = (k + STEP - 1) // STEP * STEP
     values = np.empty(padded, np.float32)
-    _read(kind, x, k, values)
+    read(kind, x, k, values)
     if pre:
-        factors = carray(_f32_at(pre), k)
+        factors = carray(f32_at(pre), k)
         for i in range(k):
             values[i] *= factors[i]
     top = np.uint32(0)
     for i in range(k):
         top = max(top, np.uint32(bits_of(values[i]) & _MAGNITUDE))
-    codes, scales, starts = carray(_i8_at(out), padded), carray(_f32_at(scale), 1), carray(_i32_at(start), 1)
+    codes, scales, starts = carray(_i8_at(out), padded), carray(f32_at(scale), 1), carray(_i32_at(start), 1)
     amax, total = float_of(top), np.int32(0)
     if top == 0 or top >= _INFINITY:
         codes[:] = 0
@@ -230,7 +208,7 @@ def _finish(sums, x_scales, count, held, scales, biases, rows, out, next_out, ou
             for i in range(UNIT):
                 values[i] += biases[i]
         if out_kind == F32_KIND:
-            to = carray(_f32_at(out + 4 * t * next_out), rows)
+            to = carray(f32_at(out + 4 * t * next_out), rows)
             for i in range(rows):
                 to[i] = values[i]
             continue
@@ -243,7 +221,7 @@ def _finish(sums, x_scales, count, held, scales, biases, rows, out, next_out, ou
         else:
             for i in range(UNIT):
                 words[i] = narrow(values[i])
-        halves = carray(_u16_at(out + 2 * t * next_out), rows)
+        halves = carray(u16_at(out + 2 * t * next_out), rows)
         for i in range(rows):
             halves[i] = words[i]
 
@@ -268,12 +246,12 @@ def _rows_of(form: str, several: bool) -> Any:
                 end = carray(_i8_at(first_row + r * k + done), k - done)
                 for i in range(k - done):
                     rest[r * STEP + i] = end[i]
-        given = carray(_f32_at(scale), n)
+        given = carray(f32_at(scale), n)
         for i in range(have):
             scales[i] = given[low + i if per_row else 0]
         if bias:
-            _read(bias_kind, bias + low * (4 if bias_kind == F32_KIND else 2), have, biases)
-        all_scales, all_starts = carray(_f32_at(x_scales), m), carray(_i32_at(starts), m)
+            read(bias_kind, bias + low * (4 if bias_kind == F32_KIND else 2), have, biases)
+        all_scales, all_starts = carray(f32_at(x_scales), m), carray(_i32_at(starts), m)
         parts = (m + most - 1) // most
         at_once = (m + parts - 1) // parts
         for first in range(0, m, at_once):

@@ -35,7 +35,7 @@ back, by address or through ``.data``, must wait for the device before the next 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from halfbyte.arrays import dtype_name
@@ -44,6 +44,7 @@ from halfbyte.kernels.cuda import choices
 from halfbyte.kernels.cuda.fragments import decode_code, scale_code
 from halfbyte.kernels.cuda.launch import Program, program, why_not
 from halfbyte.kernels.cuda.shared import Written
+from halfbyte.kernels.gated import GatedArgs, GatedCall, gated_cost
 from halfbyte.layouts import Fragments
 from halfbyte.layouts.fragments import FACTOR, STEPS
 from halfbyte.numerics import BLOCK, Array
@@ -87,6 +88,9 @@ FEW: Final = Decode()
 """The default for up to 8 tokens."""
 MANY: Final = Decode(tiles=2, ahead=3)
 """The default for 9 to 16 tokens."""
+FEW_GATED: Final = Decode(tiles=2, ahead=3)
+MANY_GATED: Final = Decode(warps=2, tiles=2, ahead=3)
+"""The same of products with a gate."""
 CONFIGURATIONS: Final = (
     FEW,
     MANY,
@@ -126,14 +130,14 @@ def signature(dtype: str, out_dtype: str, bias_dtype: str) -> dict[str, str]:
 
 
 def constants(
-    shape: tuple[int, int], rows: int, dtype: str, *, per_row: bool, bias: bool, made: Decode
+    shape: tuple[int, int], rows: int, dtype: str, *, per_row: bool, bias: bool, made: Decode, gate: str | None = None
 ) -> dict[str, Any]:
     """The constants of the device code for a weight (N, K) and so many tokens."""
     n, k = shape
     units = -(-k // UNIT)
     steps = -(-units // made.warps)
     ahead = min(made.ahead, steps)
-    r = tiles(n, made)
+    r = tiles_of(n, made, gate)
     loops = max(0, units // made.warps // ahead - 1) if steps * r > made.unroll else 0
     return {
         "K": k,
@@ -148,19 +152,25 @@ def constants(
         "SCALE": scale_code(dtype),
         "FACTOR": FACTOR,
         "KEEP": "evict_first",
+        "GATE": gate,
     }
 
 
-def parts(call: Call, bias_dtype: str, made: Decode) -> tuple[dict[str, str], dict[str, Any]]:
+def parts(call: Call, bias_dtype: str, made: Decode, gate: str | None = None) -> tuple[dict[str, str], dict[str, Any]]:
     """The signature and the constants for a call; without a bias its dtype is any."""
     n, k = call.shape
-    held = constants((n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made)
+    held = constants((n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made, gate=gate)
     return signature(call.dtype, call.out_dtype, bias_dtype), held
 
 
 def tiles(n: int, made: Decode) -> int:
     """Of a program: as configured, or what a narrow weight has; 1 where it has none."""
     return min(made.tiles, 1 << max(1, -(-n // TILE)).bit_length() - 1)
+
+
+def tiles_of(n: int, made: Decode, gate: str | None) -> int:
+    """The same with a gate: of both halves, so 2 at the least."""
+    return tiles(n, made) if gate is None else 2 * tiles(n // 2, replace(made, tiles=max(1, made.tiles // 2)))
 
 
 def configure(call: Call) -> Decode:
@@ -204,14 +214,25 @@ def refuse(call: Call) -> tuple[str, ...]:
 def bind(args: LinearArgs, made: Decode | None = None) -> Callable[[Array, Array | None, Array], None]:
     """What is left of a launch for calls like these; ``made`` instead of the configuration chosen."""
     call = args.call()
-    made = configure(call) if made is None else made
+    return _bind(args, call, configure(call) if made is None else made)
+
+
+def bind_gated(args: GatedArgs, made: Decode | None = None) -> Callable[[Array, Array | None, Array], None]:
+    """As ``bind``, with a gate."""
+    call = args.call()
+    return _bind(args, call.linear(), configure_gated(call) if made is None else made, args.activation)
+
+
+def _bind(
+    args: LinearArgs | GatedArgs, call: Call, made: Decode, gate: str | None = None
+) -> Callable[[Array, Array | None, Array], None]:
     n, rows = call.shape[0], call.rows
     buffers = args.weight.buffers()
     codes, scales, scale2 = (buffers[name].data_ptr() for name in ("codes", "scales", "scale2"))
     device = args.x.device
-    grid = (-(-n // (TILE * tiles(n, made))), 1, 1)
+    grid = (-(-n // (TILE * tiles_of(n, made, gate))), 1, 1)
     ordinary, early = (
-        _program(call, "float32" if args.bias is None else dtype_name(args.bias.dtype), made, device, pdl)
+        _program(call, "float32" if args.bias is None else dtype_name(args.bias.dtype), made, device, pdl, gate)
         for pdl in (False, True)
     )
     written = Written(device)
@@ -234,17 +255,38 @@ def bind(args: LinearArgs, made: Decode | None = None) -> Callable[[Array, Array
     return run
 
 
-def _program(call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool) -> Program:
+def _program(call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool, gate: str | None = None) -> Program:
     from halfbyte.kernels.cuda.decode_gluon_code import decode
 
     return program(
         decode,
-        *parts(call, bias_dtype, made),
+        *parts(call, bias_dtype, made, gate),
         device=device,
         warps=made.warps,
         pdl=pdl,
         maxnreg=made.registers,
     )
+
+
+def configure_gated(call: GatedCall) -> Decode:
+    """The configuration for a call with a gate."""
+    return FEW_GATED if call.rows <= 8 else MANY_GATED
+
+
+def refuse_gated(call: GatedCall) -> tuple[str, ...]:
+    """Why it declines a call with a gate."""
+    reasons = refuse(call)
+    if call.shape[-2] % (2 * TILE):
+        reasons = (*reasons, f"takes gates that are a multiple of {TILE}, not {call.shape[-2] / 2:g}")
+    return reasons
+
+
+def load_gated(call: GatedCall) -> None:
+    """Compile it."""
+    import torch
+
+    for pdl in (False, True):
+        _program(call.linear(), "float32", configure_gated(call), torch.device(call.device), pdl, call.activation)
 
 
 def compile_as(call: Call, made: Decode) -> None:
@@ -265,4 +307,13 @@ GLUON: Final = Kernel(
     configure=configure,
     configurations=configurations,
     compile=compile_as,
+)
+GATED: Final = Kernel(
+    name="gluon-gated",
+    bundle=GatedArgs,
+    description="gluon-decode, with the activation of the gate; Hopper, up to 16 tokens",
+    refuse=refuse_gated,
+    cost=gated_cost,
+    load=load_gated,
+    bind=bind_gated,
 )

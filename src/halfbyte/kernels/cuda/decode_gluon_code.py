@@ -111,6 +111,25 @@ def _prefetch(at, BYTES: gl.constexpr):
 
 
 @gluon.jit
+def _stripe(r, T: gl.constexpr, STRIPES):
+    """Where tile r of a program is, in stripes from its first."""
+    return r % T + r // T * STRIPES
+
+
+@gluon.jit
+def _activated(g, GATE: gl.constexpr):
+    """As ``step_code`` has it."""
+    if GATE == "silu":
+        return g / (1 + gl.exp(-g))
+    if GATE == "gelu":
+        return 0.5 * g * (1 + gl.erf(g * 0.7071067811865476))
+    if GATE == "gelu_tanh":
+        return g / (1 + gl.exp(-1.5957691216057308 * (g + 0.044715 * g * g * g)))
+    g = gl.where(g < 0, 0.0, g)
+    return g * g
+
+
+@gluon.jit
 def decode(
     codes_ptr,
     scales_ptr,
@@ -132,8 +151,11 @@ def decode(
     SCALE: gl.constexpr,
     FACTOR: gl.constexpr,
     KEEP: gl.constexpr,
+    GATE: gl.constexpr,
 ):
     """Up to NB rows of x times R tiles of 16 rows of the weight.
+
+    With a GATE half of the tiles are of the first half of the rows, gates, and the others lie N / 2 rows behind each.
 
     Args:
         codes_ptr: i32, the words of the units.
@@ -141,7 +163,7 @@ def decode(
         scale2_ptr: f32, 1 or N.
         x_ptr: (M, K) bf16 or f16.
         bias_ptr: (N,), if BIAS.
-        out_ptr: (M, N).
+        out_ptr: (M, N); (M, N / 2) with a GATE.
         M: 1 to NB.
         N: at least 16 R - 15.
         K: a multiple of 16.
@@ -156,6 +178,7 @@ def decode(
         SCALE: assembly: two scale bytes -> a pair of scales.
         FACTOR: what products lack beside scale2.
         KEEP: eviction policy of codes and scales.
+        GATE: an activation: activation(gate) * up is written, of both rounded; N is a multiple of 32. Or None.
     """
     W: gl.constexpr = gl.num_warps()
     HALF: gl.constexpr = x_ptr.dtype.element_ty
@@ -169,16 +192,18 @@ def decode(
     STEPS: gl.constexpr = (UNITS + W - 1) // W
     REST: gl.constexpr = STEPS - L * D
 
-    first = gl.program_id(0) * (16 * R)
-    tile = gl.minimum(gl.program_id(0) * R, (N + 15) // 16 - R)
+    T: gl.constexpr = R if GATE is None else R // 2
+    first = gl.program_id(0) * (16 * T)
+    STRIPES = (N + 15) // 16 if GATE is None else N // 32
+    tile = gl.minimum(gl.program_id(0) * T, STRIPES - T)
     cw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))[:, None, None]
     cr = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))[None, :, None]
     ci = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, CODES)))[None, None, :]
-    codes_at = codes_ptr + tile.to(gl.int64) * (UNITS * 128) + (cr * (UNITS * 128) + cw * 128 + ci)
+    codes_at = codes_ptr + tile.to(gl.int64) * (UNITS * 128) + (_stripe(cr, T, STRIPES) * (UNITS * 128) + cw * 128 + ci)
     sw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, SCALES)))[:, None, None]
     sr = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, SCALES)))[None, :, None]
     si = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, SCALES)))[None, None, :]
-    scales_at = scales_ptr + tile.to(gl.int64) * (UNITS * 32) + (sr * (UNITS * 32) + sw * 32 + si)
+    scales_at = scales_ptr + tile.to(gl.int64) * (UNITS * 32) + (_stripe(sr, T, STRIPES) * (UNITS * 32) + sw * 32 + si)
     xw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None, None]
     xm = gl.arange(0, NB, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
     xk = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
@@ -199,7 +224,7 @@ def decode(
             scales = scales + (gl.load(scales_at + j * W * 32, mask=j * W + sw < UNITS, other=0, eviction_policy=KEEP),)
     if P:
         for r in gl.static_range(R):
-            ahead = (tile + r).to(gl.int64) * UNITS + D * W
+            ahead = (tile + r % T + r // T * STRIPES).to(gl.int64) * UNITS + D * W
             _prefetch(codes_ptr + ahead * 128, P * 512)
             _prefetch(scales_ptr + ahead * 32, P * 64)
     gl.inline_asm_elementwise(
@@ -239,15 +264,22 @@ def decode(
         acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), x, acc)
 
     total = gl.sum(acc, axis=0)
-    OUT: gl.constexpr = total.type.layout
-    n = tile * 16 + gl.arange(0, R * 16, layout=gl.SliceLayout(1, OUT))
-    m = gl.arange(0, NB, layout=gl.SliceLayout(0, OUT))
+    row = gl.arange(0, R * 16, layout=gl.SliceLayout(1, total.type.layout))
+    n = (tile + _stripe(row // 16, T, STRIPES)) * 16 + row % 16
     if PER_ROW:
         total = total * (gl.load(scale2_ptr + n, mask=n < N, other=0.0) * FACTOR)[:, None]
     else:
         total = total * (gl.load(scale2_ptr) * FACTOR)
     if BIAS:
         total = total + gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    if GATE is not None:
+        both = total.to(out_ptr.dtype.element_ty).to(gl.float32).reshape(2, T * 16, NB).permute(1, 2, 0)
+        gate, up = gl.split(both)
+        total = _activated(gate, GATE) * up
+        N = N // 2
+    OUT: gl.constexpr = total.type.layout
+    n = tile * 16 + gl.arange(0, T * 16, layout=gl.SliceLayout(1, OUT))
+    m = gl.arange(0, NB, layout=gl.SliceLayout(0, OUT))
     gl.store(
         out_ptr + (m.to(gl.int64)[None, :] * N + n[:, None]),
         total.to(out_ptr.dtype.element_ty),

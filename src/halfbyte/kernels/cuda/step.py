@@ -56,8 +56,7 @@ ADD_WARPS: Final = 4
 GATE_BLOCK: Final = 1024
 GATE_WARPS: Final = 4
 
-_programs: Final[dict[Any, Program]] = {}
-_attend_programs: Final[dict[Any, tuple[Program, Program | None]]] = {}
+LOG2E: Final = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -130,17 +129,17 @@ def attend_parts(call: AttendCall, made: Attend, capability: int, settled: bool 
     return signature, constants, made.warps
 
 
-def add_up_parts(call: AttendCall, made: Attend, capability: int) -> tuple[Any, Any, int]:
+def add_up_parts(call: AttendCall, shares: int, capability: int) -> tuple[Any, Any, int]:
     """As ``add_norm_parts``."""
     signature = {"sums": "*fp32:16", "tops": "*fp32:16", "out": _type(call.dtype, capability)}
     constants = {
         "D": call.dim,
         "DP": _padded(call.dim),
-        "S": made.splits,
-        "SP": 1 << (made.splits - 1).bit_length(),
+        "S": shares,
+        "SP": 1 << (shares - 1).bit_length(),
         **_flags(call.dtype, capability),
     }
-    return signature, constants, ADD_WARPS
+    return signature, constants, ADD_WARPS if shares <= MOST_SPLITS else 2 * ADD_WARPS
 
 
 def _padded(n: int) -> int:
@@ -170,63 +169,77 @@ def _flags(dtype: str, capability: int) -> dict[str, bool]:
     return {"BITS": dtype == "bfloat16" and not capability, "EARLY": capability >= HOPPER}
 
 
-def launch_add_norm(args: AddNormArgs, early: bool = True) -> None:
-    """Write ``normed`` and ``total``."""
+def bind_add_norm(args: AddNormArgs, early: bool = True) -> Callable[..., None]:
+    """What writes ``normed`` and ``total``."""
+    from halfbyte.kernels.cuda.step_code import add_norm
+
     call = args.call()
-    key = "add_norm", args.x.device, call.dtype, call.width, call.residual, early
-    run = _programs.get(key)
-    if run is None:
-        from halfbyte.kernels.cuda.step_code import add_norm
+    made = add_norm_parts(call.dtype, call.width, call.residual, call.capability)
+    run = compiled(add_norm, *made, device=args.x.device, early=early)
+    grid, width, plain = (call.rows, 1, 1), call.width, bool(run.plainly)
 
-        made = add_norm_parts(call.dtype, call.width, call.residual, call.capability)
-        run = _programs[key] = _made(add_norm, *made, device=args.x.device, early=early)
-    residual = None if args.residual is None else args.residual
-    arrays = (args.x, residual, args.weight, args.normed, args.total)
-    run((call.rows, 1, 1), (*_addresses(run, arrays), call.width, args.eps))
+    def bound(x: Any, residual: Any, weight: Any, eps: float, normed: Any, total: Any) -> None:
+        run(grid, (*_pointers(plain, x, residual, weight, normed, total), width, eps))
+
+    return bound
 
 
-def launch_gate(args: GateArgs, early: bool = True) -> None:
-    """Write ``out``."""
+def bind_gate(args: GateArgs, early: bool = True) -> Callable[..., None]:
+    """What writes ``out``."""
+    from halfbyte.kernels.cuda.step_code import gate
+
     call = args.call()
-    key = "gate", args.out.device, call.dtype, call.width, call.activation, early
-    run = _programs.get(key)
-    if run is None:
-        from halfbyte.kernels.cuda.step_code import gate
+    made = gate_parts(call.dtype, call.width, call.activation, call.capability)
+    run = compiled(gate, *made, device=args.out.device, early=early)
+    grid, width, plain = (-(-call.width // GATE_BLOCK), call.rows, 1), call.width, bool(run.plainly)
 
-        made = gate_parts(call.dtype, call.width, call.activation, call.capability)
-        run = _programs[key] = _made(gate, *made, device=args.out.device, early=early)
-    run((-(-call.width // GATE_BLOCK), call.rows, 1), (*_addresses(run, (args.gate_up, args.out)), call.width))
+    def bound(gate_up: Any, out: Any) -> None:
+        run(grid, (*_pointers(plain, gate_up, out), width))
+
+    return bound
 
 
-def launch_attend(args: AttendArgs, made: Attend | None = None, early: bool = True) -> None:
-    """Write the cache and ``out``."""
+def bind_attend(args: AttendArgs, made: Attend | None = None, early: bool = True) -> Callable[..., None]:
+    """What writes the cache and ``out``."""
+    from halfbyte.kernels.cuda.step_code import attend
+
     call = args.call()
     made = configure(call) if made is None else made
-    device = args.out.device
-    key = call, device, made, early, args.settled
-    found = _attend_programs.get(key)
-    if found is None:
-        from halfbyte.kernels.cuda.step_code import add_up, attend
+    parts = attend_parts(call, made, call.capability, args.settled)
+    run = compiled(attend, *parts, device=args.out.device, early=early, registers=made.registers)
+    return in_shares(
+        call, run, (made.splits, call.kv_heads * _parts(call), call.rows), made.splits, args.out.device, early
+    )
 
-        of = {"device": device, "early": early}
-        parts = attend_parts(call, made, call.capability, args.settled)
-        run = _made(attend, *parts, **of, registers=made.registers)
-        then = None if made.splits == 1 else _made(add_up, *add_up_parts(call, made, call.capability), **of)
-        found = _attend_programs[key] = run, then
-    run, then = found
-    sums = tops = args.out
-    if then is not None:
-        sums = _memory(device, 4 * made.splits * call.rows * call.heads * (call.dim + 2))
-        tops = sums[made.splits * call.rows * call.heads * call.dim :]
-    arrays = (
-        args.qkv, args.cos, args.sin, args.positions, args.keys, args.values, args.q_norm, args.k_norm, args.out,
-        sums, tops,
-    )  # fmt: skip
-    numbers = (call.room, args.eps, args.scale * 1.4426950408889634)
-    with in_turn:
-        run((made.splits, call.kv_heads * _parts(call), call.rows), (*_addresses(run, arrays), *numbers))
+
+def in_shares(
+    call: AttendCall, run: Program, grid: tuple[int, int, int], shares: int, device: Any, early: bool = True
+) -> Callable[..., None]:
+    """What runs a kernel, and adds up what it found for each head of a sequence in so many shares."""
+    from halfbyte.kernels.cuda.step_code import add_up
+
+    then = None
+    if shares > 1:
+        then = compiled(add_up, *add_up_parts(call, shares, call.capability), device=device, early=early)
+    plain, room = bool(run.plainly), call.room
+    found, rows = shares * call.rows * call.heads, (call.rows * call.heads, 1, 1)
+    first, nbytes = found * call.dim, 4 * found * (call.dim + 2)
+
+    def bound(
+        qkv: Any, cos: Any, sin: Any, positions: Any, keys: Any, values: Any, q_norm: Any, k_norm: Any, eps: float,
+        scale: float, out: Any,
+    ) -> None:  # fmt: skip
+        sums = tops = out
         if then is not None:
-            then((call.rows * call.heads, 1, 1), _addresses(then, (sums, tops, args.out)))
+            sums = _memory(device, nbytes)
+            tops = sums[first:]
+        arrays = _pointers(plain, qkv, cos, sin, positions, keys, values, q_norm, k_norm, out, sums, tops)
+        with in_turn:
+            run(grid, (*arrays, room, eps, scale * LOG2E))
+            if then is not None:
+                then(rows, _pointers(plain, sums, tops, out))
+
+    return bound
 
 
 def _memory(device: Any, nbytes: int) -> Any:
@@ -238,19 +251,18 @@ def _memory(device: Any, nbytes: int) -> Any:
     return workspace(device, nbytes).view(torch.float32)
 
 
-def _made(
+def compiled(
     kernel: Any, signature: Any, constants: Any, warps: int, *, device: Any, early: bool, registers: int | None = None
 ) -> Program:
+    """A kernel as a program; it starts early where it can and may."""
     constants = constants | {"EARLY": constants["EARLY"] and early}
     pdl = constants["EARLY"]
     return program(kernel, signature, constants, device=device, warps=warps, pdl=pdl, maxnreg=registers)
 
 
-def _addresses(run: Program, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of tensors; tensors where the program takes those."""
-    if run.plainly:
-        return arrays
-    return tuple([None if a is None else a.data_ptr() for a in arrays])
+def _pointers(plain: bool, *arrays: Any) -> tuple[Any, ...]:
+    """Addresses; tensors where the program takes those."""
+    return arrays if plain else tuple([None if a is None else a.data_ptr() for a in arrays])
 
 
 def _why_not(call: StepCall, dtypes: tuple[str, ...] = tuple(TYPES)) -> list[str]:
@@ -290,7 +302,7 @@ def _load_attend(call: AttendCall) -> None:
     made = configure(call)
     _compile("attend", call, *attend_parts(call, made, call.capability))
     if made.splits > 1:
-        _compile("add_up", call, *add_up_parts(call, made, call.capability))
+        _compile("add_up", call, *add_up_parts(call, made.splits, call.capability))
 
 
 def _compile(name: str, call: StepCall, signature: Any, constants: Any, warps: int) -> None:
@@ -298,20 +310,25 @@ def _compile(name: str, call: StepCall, signature: Any, constants: Any, warps: i
 
     from halfbyte.kernels.cuda import step_code
 
-    _made(getattr(step_code, name), signature, constants, warps, device=torch.device(call.device), early=True)
+    compiled(getattr(step_code, name), signature, constants, warps, device=torch.device(call.device), early=True)
 
 
-def _kernel(bundle: Any, description: str, refuse: Any, load: Any, launch: Callable[..., None], cost: Any) -> Any:
-    name = f"triton-{bundle.op.replace('_', '-')}"
+def _kernel(bundle: Any, description: str, refuse: Any, load: Any, bind: Callable[..., Any], cost: Any) -> Any:
     return Kernel(
-        name=name, bundle=bundle, description=description, refuse=refuse, load=load, launch=launch, cost=cost
-    )  # fmt: skip
+        name=f"triton-{bundle.op.replace('_', '-')}",
+        bundle=bundle,
+        description=description,
+        refuse=refuse,
+        load=load,
+        bind=bind,
+        cost=cost,
+    )
 
 
 ADD_NORM: Final = _kernel(
-    AddNormArgs, "one program for each row", _refuse_add_norm, _load_add_norm, launch_add_norm, add_norm_cost
+    AddNormArgs, "one program for each row", _refuse_add_norm, _load_add_norm, bind_add_norm, add_norm_cost
 )
-GATE: Final = _kernel(GateArgs, "1024 values in a program", _refuse_gate, _load_gate, launch_gate, gate_cost)
+GATE: Final = _kernel(GateArgs, "1024 values in a program", _refuse_gate, _load_gate, bind_gate, gate_cost)
 ATTEND: Final = _kernel(
-    AttendArgs, "splits the entries among programs", _refuse_attend, _load_attend, launch_attend, attend_cost
+    AttendArgs, "splits the entries among programs", _refuse_attend, _load_attend, bind_attend, attend_cost
 )

@@ -152,17 +152,30 @@ def _head(
         norm: (D,).
         c: their cosines.
         s: their sines.
-        d: (slots, 1, a power of two), places of values.
+        d: (slots, a power of two), places of values.
         other: of those that they are rotated with.
         eps: of the norm.
     """
     v = _wide(tl.load(x + d, mask=d < D, other=0), BITS)
     turned = _wide(tl.load(x + other, mask=d < D, other=0), BITS)
     if NORM:
-        factor = tl.rsqrt(tl.sum(v * v, 2, keep_dims=True) / D + eps)
+        factor = tl.rsqrt(tl.sum(v * v, 1, keep_dims=True) / D + eps)
         v = _normed(v, factor, norm, d, D, TO, BITS)
         turned = _normed(turned, factor, norm, other, D, TO, BITS)
     return _rounded(v * c + tl.where(d < D // 2, -turned, turned) * s, TO, BITS)
+
+
+@triton.jit
+def _entries(keys, values, e, d, first, stop, D: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """W entries of each slot, R apart from e on; zeros where they are not in first..stop-1."""
+    ks = ()
+    vs = ()
+    for j in tl.static_range(W):
+        at = e + j * R
+        there = (at < stop) & (at >= first) & (d < D)
+        ks = ks + (tl.load(keys + at * D + d, mask=there, other=0),)
+        vs = vs + (tl.load(values + at * D + d, mask=there, other=0),)
+    return ks, vs
 
 
 @triton.jit
@@ -238,9 +251,8 @@ def attend(
     head = tl.program_id(1) // PARTS
     g = tl.program_id(1) % PARTS * GROUP
     b = tl.program_id(2).to(tl.int64)
-    slot = tl.arange(0, R)[:, None, None]
-    d = tl.arange(0, DP)[None, None, :]
-    entry = tl.arange(0, W)[None, :, None] * R + slot
+    slot = tl.arange(0, R)[:, None]
+    d = tl.arange(0, DP)[None, :]
     every = d + slot * 0
     other = tl.where(every < D // 2, every + D // 2, every - D // 2)
 
@@ -258,10 +270,7 @@ def attend(
     base = (b * HKV + head) * T * D
     keys += base
     values += base
-    e = block * N + entry
-    there = (e < stop) & (e >= first) & (d < D)
-    ks = tl.load(keys + e * D + d, mask=there, other=0)
-    vs = tl.load(values + e * D + d, mask=there, other=0)
+    ks, vs = _entries(keys, values, block * N + slot, d, first, stop, D, R, W)
     c = tl.load(cos + p.to(tl.int64) * D + every, mask=every < D, other=0.0)
     s = tl.load(sin + p.to(tl.int64) * D + every, mask=every < D, other=0.0)
     if EARLY and SETTLED:
@@ -287,31 +296,35 @@ def attend(
         at = row + (head * G + tl.minimum(g + i, G - 1)) * D
         q = _head(at, q_norm, c, s, every, other, eps, D, Q_NORM, TO, BITS) * scale
         qs = qs + (q,)
-        top = top + (tl.max(tl.where((slot == 0) & owner, tl.sum(q * k, 2, keep_dims=True), float("-inf")), 1),)
-        weight = weight + (tl.max(tl.where(mine, 1.0, 0.0), 1),)
-        acc = acc + (tl.sum(tl.where(mine, v, 0.0), 1),)
+        top = top + (tl.where(mine, tl.sum(q * k, 1, keep_dims=True), float("-inf")),)
+        weight = weight + (tl.where(mine, 1.0, 0.0),)
+        acc = acc + (tl.where(mine, v, 0.0),)
 
     while block * N < stop:
-        e = (block + S) * N + entry
-        there = (e < stop) & (d < D)
-        ks_next = tl.load(keys + e * D + d, mask=there, other=0)
-        vs_next = tl.load(values + e * D + d, mask=there, other=0)
-        e = block * N + entry
-        seen = (e < stop) & (e >= first)
-        ks = _wide(ks, BITS)
-        vs = _wide(vs, BITS)
+        ks_next, vs_next = _entries(keys, values, (block + S) * N + slot, d, first, stop, D, R, W)
         tops_next = ()
         weights_next = ()
         accs_next = ()
         for i in tl.static_range(GROUP):
-            score = tl.where(seen, tl.sum(ks * qs[i], 2, keep_dims=True), float("-inf"))
-            higher = tl.maximum(top[i], tl.max(score, 1))
+            higher = top[i]
+            scores = ()
+            for j in tl.static_range(W):
+                e = block * N + j * R + slot
+                score = tl.sum(_wide(ks[j], BITS) * qs[i], 1, keep_dims=True)
+                score = tl.where((e < stop) & (e >= first), score, float("-inf"))
+                higher = tl.maximum(higher, score)
+                scores = scores + (score,)
             level = tl.where(higher == float("-inf"), 0.0, higher)
-            each = tl.exp2(score - level[:, None, :])
             factor = tl.exp2(top[i] - level)
+            total = weight[i] * factor
+            found = acc[i] * factor
+            for j in tl.static_range(W):
+                each = tl.exp2(scores[j] - level)
+                total += each
+                found += each * _wide(vs[j], BITS)
             tops_next = tops_next + (higher,)
-            weights_next = weights_next + (weight[i] * factor + tl.sum(each, 1),)
-            accs_next = accs_next + (acc[i] * factor + tl.sum(each * vs, 1),)
+            weights_next = weights_next + (total,)
+            accs_next = accs_next + (found,)
         top = tops_next
         weight = weights_next
         acc = accs_next
