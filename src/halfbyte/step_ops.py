@@ -180,12 +180,11 @@ def chain(
         total=total,
         qkv=qkv,
     )
+    key = args.call(), forced_name()
+    run = _known.get(key)
+    if run is None:
+        run = _known[key] = select(ChainArgs, key[0]).run
     if len(residual):
-        call = args.call()
-        key = "chain", call, forced_name()
-        run = _known.get(key)
-        if run is None:
-            run = _known[key] = select(ChainArgs, call).run
         run(args)
     return total, qkv
 

@@ -1,4 +1,4 @@
-"""``chain`` for up to 8 tokens on Hopper, layout ``fragments``: all of a layer between two attentions in one launch.
+"""``chain`` for up to 4 tokens on Hopper, layout ``fragments``: all of a layer between two attentions in one launch.
 
 Four launches one after the other each lose microseconds until memory is busy, and again at their end. Here one program
 stays on each multiprocessor, and a warp of it asks for the weights of all four products, as far ahead as shared memory
@@ -82,7 +82,7 @@ class Chain:
 ONE: Final = Chain()
 """The default for one token."""
 FEW: Final = Chain()
-"""The default for 2 to 8 tokens."""
+"""The default for 2 to 4 tokens."""
 
 _programs: Final[dict[Any, tuple[Program, Program]]] = {}
 
@@ -181,7 +181,7 @@ def refuse(call: ChainCall) -> tuple[str, ...]:
     if call.rows > MOST_ROWS:
         reasons.append(f"takes up to {MOST_ROWS} tokens, not {call.rows}")
     elif stages(call, configure(call)) < LEAST_STAGES:
-        reasons.append(f"has no room in shared memory for rows of {max(shapes(call)[:3])} values")
+        reasons.append(f"has no room in shared memory for {call.rows} rows of {max(shapes(call)[:3])} values")
     return tuple(dict.fromkeys(reasons))
 
 
@@ -273,7 +273,7 @@ def compile_as(call: ChainCall, made: Chain) -> None:
 GLUON: Final = Kernel(
     name=NAME,
     bundle=ChainArgs,
-    description="a layer between two attentions in one launch; Hopper, up to 8 tokens",
+    description="a layer between two attentions in one launch; Hopper, up to 4 tokens",
     refuse=refuse,
     cost=chain_cost,
     launch=launch,
