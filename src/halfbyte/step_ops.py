@@ -162,18 +162,30 @@ def chain(
     """
     if (norm2 is None) is not (qkv_next is None):
         raise UsageError("norm2 and qkv_next come together", got="one of them")
-    weights, biases, norms, epsilons = (o, gate_up, down), (o_bias, gate_up_bias, down_bias), (norm1,), (eps,)
+    weights: tuple[Packed, ...] = (o, gate_up, down)
+    biases: tuple[Tensor | None, ...] = (o_bias, gate_up_bias, down_bias)
+    norms: tuple[Tensor, ...] = (norm1,)
     total, qkv = torch.empty_like(residual, memory_format=torch.contiguous_format), None
     if norm2 is not None and qkv_next is not None:
-        weights, biases = (*weights, qkv_next), (*biases, qkv_bias)
-        norms, epsilons = (norm1, norm2), (eps, eps if eps2 is None else eps2)
+        weights, biases, norms = (*weights, qkv_next), (*biases, qkv_bias), (norm1, norm2)
         qkv = torch.empty((len(residual), qkv_next.shape[0]), dtype=residual.dtype, device=residual.device)
     args = ChainArgs(
-        residual=residual.contiguous(), attended=attended.contiguous(), weights=weights, biases=biases, norms=norms,
-        eps=epsilons, activation=activation, total=total, qkv=qkv,
-    )  # fmt: skip
+        residual=residual.contiguous(),
+        attended=attended.contiguous(),
+        weights=weights,
+        biases=biases,
+        norms=norms,
+        eps=(eps, eps if eps2 is None else eps2)[: len(norms)],
+        activation=activation,
+        total=total,
+        qkv=qkv,
+    )
+    key = args.call(), forced_name()
+    run = _known.get(key)
+    if run is None:
+        run = _known[key] = select(ChainArgs, key[0]).run
     if len(residual):
-        select(ChainArgs, args.call()).run(args)
+        run(args)
     return total, qkv
 
 

@@ -8,8 +8,8 @@
     qkv = qkv_next(add_norm(s2, norm2))
 
 Each product is rounded once to the dtype, with its bias, before anything is added: as ``linear``, ``add_norm`` and
-``gate`` one after the other, which is how the kernel here computes it. Tensors are torch's; a row does not depend on the
-others.
+``gate`` one after the other, which is how the kernel here computes it. Tensors are torch's; a row does not depend on
+the others.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ChainArgs:
             raise UsageError("unknown activation", got=repr(self.activation), expected=" or ".join(ACTIVATIONS))
         for weight in self.weights:
             check_kind(weight.layout)
-        k, inner = check_axes(self.attended, "attended", 2)[1], self.weights[2].shape[-1]
+        k, inner = check_axes(self.attended, "attended", 2)[1], int(self.weights[2].shape[-1])
         shapes = [(h, k), (2 * inner, h), (h, inner), (self.weights[-1].shape[0], h)]
         for name, weight, bias, shape in zip(PARTS, self.weights, self.biases, shapes, strict=False):
             if tuple(weight.shape) != shape:
@@ -92,11 +92,12 @@ class ChainArgs:
             if bias is not None and tuple(bias.shape) != shape[:1]:
                 raise UsageError(f"the bias of {name} does not fit it", got=tuple(bias.shape), expected=shape[:1])
         arrays = {"attended": (self.attended, (m, k)), "total": (self.total, (m, h))}
-        arrays |= {f"norm {i}": (norm, (h,)) for i, norm in enumerate(self.norms)}
         if self.qkv is not None:
             arrays["qkv"] = self.qkv, (m, shapes[3][0])
         for name, (array, shape) in arrays.items():
             check(self.op, name, array, self.residual, shape)
+        for i, norm in enumerate(self.norms):
+            check(self.op, f"norm {i}", norm, self.residual, (h,))
 
     def call(self) -> ChainCall:
         """What decides which kernel runs on these arrays."""
