@@ -350,7 +350,7 @@ def test_machine_code(capability):
         assert code.registers <= 224
         assert code.opcodes["LDG.E.128"] >= 4 * made.entries
         assert code.shared <= 4096
-        code_of("add_up", step.add_up_parts(asked, made, capability), capability)
+        code_of("add_up", step.add_up_parts(asked, made.splits, capability), capability)
 
 
 @needs_triton
