@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError
-from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, GateArgs, GatedArgs, PickArgs, select
+from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, DenseArgs, GateArgs, GatedArgs, PickArgs, select
 from halfbyte.kernels.base import ALIGNED
 from halfbyte.layouts import Packed
 from halfbyte.operands import contiguous
 from halfbyte.remembered import forced_name, keep, on_tensors
 
-__all__ = ["add_norm", "attend", "chain", "gate", "gated", "pick"]
+__all__ = ["add_norm", "attend", "chain", "dense", "gate", "gated", "pick"]
 
 _known: Final[dict[Any, Callable[..., None]]] = {}
 """What runs on calls of one key."""
@@ -180,13 +180,39 @@ def chain(
         total=total,
         qkv=qkv,
     )
-    key = args.call(), forced_name()
-    run = _known.get(key)
-    if run is None:
-        run = _known[key] = select(ChainArgs, key[0]).run
     if len(residual):
+        call = args.call()
+        key = "chain", call, forced_name()
+        run = _known.get(key)
+        if run is None:
+            run = _known[key] = select(ChainArgs, call).run
         run(args)
     return total, qkv
+
+
+def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply by a weight that is not quantized.
+
+    Args:
+        x: (M, K) float32, bfloat16 or float16.
+        weight: (N, K) of that dtype.
+        bias: (N,) of that dtype.
+
+    Returns:
+        (M, N) ``round(sum(x * w) + bias)``, summed in float32.
+
+    Raises:
+        UsageError: tensors that do not fit each other.
+        NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
+    """
+    x, weight = _whole(x), _whole(weight)
+    out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+    key = "dense", _kind(x), _kind(weight), bias is None or _kind(bias), forced_name()
+    run = _known.get(key)
+    if run is None:
+        run = _known[key] = _bound(DenseArgs(x=x, weight=weight, bias=bias, out=out))
+    run(x, weight, bias, out)
+    return out
 
 
 def gate(gate_up: Tensor, activation: str) -> Tensor:
