@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError
-from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, GateArgs, PickArgs, select
+from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, DenseArgs, GateArgs, GatedArgs, PickArgs, select
 from halfbyte.kernels.base import ALIGNED
 from halfbyte.layouts import Packed
 from halfbyte.operands import contiguous
-from halfbyte.remembered import forced_name
+from halfbyte.remembered import forced_name, keep, on_tensors
 
-__all__ = ["add_norm", "attend", "chain", "gate", "pick"]
+__all__ = ["add_norm", "attend", "chain", "dense", "gate", "gated", "pick"]
 
 _known: Final[dict[Any, Callable[..., None]]] = {}
 """What runs on calls of one key."""
@@ -179,13 +179,39 @@ def chain(
         total=total,
         qkv=qkv,
     )
-    key = args.call(), forced_name()
-    run = _known.get(key)
-    if run is None:
-        run = _known[key] = select(ChainArgs, key[0]).run
     if len(residual):
+        call = args.call()
+        key = "chain", call, forced_name()
+        run = _known.get(key)
+        if run is None:
+            run = _known[key] = select(ChainArgs, call).run
         run(args)
     return total, qkv
+
+
+def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply by a weight that is not quantized.
+
+    Args:
+        x: (M, K) float32, bfloat16 or float16.
+        weight: (N, K) of that dtype.
+        bias: (N,) of that dtype.
+
+    Returns:
+        (M, N) ``round(sum(x * w) + bias)``, summed in float32.
+
+    Raises:
+        UsageError: tensors that do not fit each other.
+        NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
+    """
+    x, weight = _whole(x), _whole(weight)
+    out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+    key = "dense", _kind(x), _kind(weight), bias is None or _kind(bias), forced_name()
+    run = _known.get(key)
+    if run is None:
+        run = _known[key] = _bound(DenseArgs(x=x, weight=weight, bias=bias, out=out))
+    run(x, weight, bias, out)
+    return out
 
 
 def gate(gate_up: Tensor, activation: str) -> Tensor:
@@ -211,6 +237,40 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
         run = _known[key] = _bound(GateArgs(gate_up=gate_up, activation=activation, out=out))
     run(gate_up, out)
     return out
+
+
+def gated(x: Tensor, weight: Packed, activation: str, bias: Tensor | None = None) -> Tensor:
+    """``gate`` of a product: for few tokens on Hopper in one launch.
+
+    Args:
+        x: (M, K) float32, bfloat16 or float16.
+        weight: (2 I, K), the rows of the gate before those of up.
+        activation: "silu", "gelu", "gelu_tanh" or "relu2".
+        bias: (2 I,) float32, bfloat16 or float16.
+
+    Returns:
+        (M, I) ``round(activation(gate) * up)``, where gate and up are rounded as ``linear`` rounds.
+
+    Raises:
+        UsageError: an unknown activation, or tensors that do not fit each other.
+        NoKernelError: nothing accepts this call.
+    """
+    kind = None if bias is None else _kind(bias)
+    key = "gated", x.shape, x.dtype, x.device, kind, activation, forced_name()
+    known = weight.memo.get(key)
+    y: Tensor | None = None if known is None else known(x, bias)
+    if y is None:
+        x = _whole(x)
+        y = torch.empty((len(x), weight.shape[-2] // 2), dtype=x.dtype, device=x.device)
+        args = GatedArgs(x=x, weight=weight, bias=bias, activation=activation, out=y)
+        kernel = select(GatedArgs, args.call())
+        if kernel.bind is None:
+            raise UsageError(f"kernel {kernel.name} cannot be bound")
+        if y.numel():
+            run = kernel.bind(args)
+            keep(weight.memo, key, on_tensors(run, list(weight.buffers().values()), tuple(y.shape), y))
+            run(x, bias, y)
+    return y
 
 
 def pick(logits: Tensor, tokens: Tensor, counters: Tensor, log: Tensor) -> None:

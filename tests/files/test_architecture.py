@@ -145,6 +145,7 @@ CHAINS = {
         "step": {"base"},
         "gated": {"base", "step"},
         "pick": {"base", "step"},
+        "dense": {"base", "step"},
         "chain": {"base", "gated", "step"},
     },
     "kernels.cpu": {
@@ -155,6 +156,8 @@ CHAINS = {
         "product_code": {"scalars", "tiles", "vectors"},
         "scalars": {"vectors"},
         "step": {"step_code"},
+        "dense": {"dense_code"},
+        "dense_code": {"scalars"},
         "step_code": {"scalars"},
         "tiles": {"vectors"},
     },

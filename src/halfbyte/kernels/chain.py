@@ -137,31 +137,34 @@ def _launch(args: ChainArgs) -> None:
         if i:
             _linear(normed, args.weights[3], args.biases[3], args.qkv)
             return
-        x = normed.new_empty((len(normed), args.weights[2].shape[1]))
-        gate_up = args.weights[1]
-        _run(GatedArgs(x=normed, weight=gate_up, bias=args.biases[1], activation=args.activation, out=x))
+        x = x.new_empty((len(x), args.weights[1].shape[0] // 2))
+        _product(GatedArgs, normed, args.weights[1], args.biases[1], x, activation=args.activation)
 
 
-def _run(args: AddNormArgs | GatedArgs) -> None:
+def _run(args: AddNormArgs) -> None:
     from halfbyte.kernels import select
 
-    bundle: Any = type(args)
-    select(bundle, args.call()).run(args)
+    select(AddNormArgs, args.call()).run(args)
 
 
 def _linear(x: Any, weight: Packed, bias: Any, out: Any = None) -> Any:
-    """``linear``; what it comes down to is kept with the weight for as long as the buffers are the same."""
-    from halfbyte.kernels import forced, select
-
     if out is None:
         out = x.new_empty((x.shape[0], weight.shape[0]))
+    return _product(LinearArgs, x, weight, bias, out)
+
+
+def _product(bundle: Any, x: Any, weight: Packed, bias: Any, out: Any, **more: Any) -> Any:
+    """``linear`` or ``gated``; what it comes down to is kept with the weight while the buffers are the same."""
+    from halfbyte.kernels import forced, select
+
     buffers = weight.buffers().values()
     state = tuple((b.data_ptr(), 0 if b.is_inference() else b._version) for b in buffers)
-    key = "chain", x.shape, x.dtype, x.device, None if bias is None else bias.dtype, forced(LinearArgs.op)
+    how = None if bias is None else bias.dtype, *more.values(), forced(LinearArgs.op), forced(bundle.op)
+    key = "chain", bundle.op, x.shape, x.dtype, x.device, *how
     known = weight.memo.get(key)
     if known is None or known[0] != state:
-        args = LinearArgs(x=x, weight=weight, bias=bias, out=out)
-        kernel = select(LinearArgs, args.call())
+        args = bundle(x=x, weight=weight, bias=bias, out=out, **more)
+        kernel: Any = select(bundle, args.call())
         if kernel.bind is None:
             kernel.run(args)
             return out
