@@ -133,8 +133,7 @@ def chain(
 ) -> tuple[Tensor, Tensor | None]:
     """All of a decoder layer that is between two attentions, the next layer's q, k and v too.
 
-    It is ``linear``, ``add_norm`` and ``gate`` one after the other; for few tokens on Hopper in one launch, whose sums
-    of products are in another order.
+    It is ``linear``, ``add_norm`` and ``gate`` one after the other.
 
     Args:
         residual: (M, H) float32, bfloat16 or float16: the residual stream ahead of the attention.
@@ -180,11 +179,12 @@ def chain(
         total=total,
         qkv=qkv,
     )
-    key = args.call(), forced_name()
-    run = _known.get(key)
-    if run is None:
-        run = _known[key] = select(ChainArgs, key[0]).run
     if len(residual):
+        call = args.call()
+        key = "chain", call, forced_name()
+        run = _known.get(key)
+        if run is None:
+            run = _known[key] = select(ChainArgs, call).run
         run(args)
     return total, qkv
 

@@ -189,7 +189,6 @@ CUDA = {"choices", "launch", "shared", "fragments", "fp8_quantize"}
 
 TILED = {
     "gemm_gluon": {"decode_gluon"},
-    "chain_gluon": {"gemm_gluon"},
     "fp8_gluon": {"gemm_gluon"},
     "attend_gluon": {"step"},
 }
