@@ -15,6 +15,8 @@ demo: $(VENV)/.demo
 
 # The tests of the file side run from the wheel, in an environment without torch and Numba; two files of them also look
 # for a torch that is imported and not needed, which takes one that is there, and others run code of Numba's.
+# Each process of pytest has a core; torch's threads on all of them would wait for each other.
+test: export OMP_NUM_THREADS := 1
 test: $(VENV)/.test check
 	$(BIN)/python -m pytest tests/run $(WITH_NUMBA:%=tests/files/test_%.py) $(SPREAD)
 	scripts/test_transformers $(SPREAD)
