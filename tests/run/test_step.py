@@ -293,12 +293,12 @@ def test_splits_fill_a_gpu_but_have_entries_and_are_soon_added_up(changes, split
 @pytest.mark.parametrize(
     ("changes", "splits", "warps"),
     [
-        ({}, 8, 8),
+        ({}, 4, 8),
         ({"rows": 4}, 4, 8),
         ({"rows": 16}, 2, 4),
         ({"rows": 64}, 1, 4),
         ({"room": 100}, 1, 8),
-        ({"room": 2304}, 8, 8),
+        ({"room": 2304}, 4, 8),
         ({"room": 8192}, 16, 8),
     ],
 )
