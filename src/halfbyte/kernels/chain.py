@@ -8,8 +8,7 @@
     qkv = qkv_next(add_norm(s2, norm2))
 
 Each product is rounded once to the dtype, with its bias, before anything is added: as ``linear``, ``add_norm`` and
-``gate`` one after the other, which is how the kernel here computes it. Tensors are torch's; a row does not depend on the
-others.
+``gate`` one after the other, which is how the kernel here computes it. Tensors are torch's; no row depends on others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``gated``, a product whose rows are gates and what they let through: what kernels are given, and the one that calls two.
+"""``gated``, a product with its gate: what kernels are given, and the one that calls ``linear`` and ``gate``.
 
 ::
 
