@@ -324,17 +324,21 @@ def _normed(x: Any, eps: float) -> Any:
     return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
-def _bind_gate(args: GateArgs) -> Callable[..., None]:
-    import torch
+def activation_of(name: str) -> Callable[[Any], Any]:
+    """Torch's function for one of ``ACTIVATIONS``."""
+    from torch.nn import functional
 
-    functional = torch.nn.functional
     activations: dict[str, Callable[[Any], Any]] = {
         "silu": functional.silu,
         "gelu": functional.gelu,
         "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh"),
         "relu2": lambda g: functional.relu(g).square(),
     }
-    activation = activations[args.activation]
+    return activations[name]
+
+
+def _bind_gate(args: GateArgs) -> Callable[..., None]:
+    activation = activation_of(args.activation)
 
     def run(gate_up: Any, out: Any) -> None:
         gate, up = gate_up.float().chunk(2, -1)

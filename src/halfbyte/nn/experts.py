@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError, WeightError
-from halfbyte.expert_ops import Mixture, Stacks, compute, traced
+from halfbyte.expert_ops import Mixture, Stacks, compute
 from halfbyte.layouts import Layout, Packed
 from halfbyte.nn.base import Holder, Quantized, as_bias, kernel_for_one, without_data
 from halfbyte.operands import as_packed
 from halfbyte.ops import pack
+from halfbyte.torch_experts import traced
 from halfbyte.weight import Fp8Weight, Weight
 
 
