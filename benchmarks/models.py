@@ -343,6 +343,7 @@ def main(arguments: list[str] | None = None) -> None:
     print("\n".join(end["verdict"]))
     print(f"{end['seconds']} s")
     if options.out:
+        head |= {"prompt": options.prompt, "new": options.new}
         document = {"run": head, "rows": [timing.entry(row) for row in bench.rows], "end": end}
         options.out.write_text(json.dumps(document, indent=1) + "\n")
 

@@ -179,8 +179,8 @@ def _on_gpu(name: str, document: dict[str, Any]) -> str:
     said = [
         f"A Llama-3-8B with random weights on an {run['gpu']} (driver {run['driver']}, torch {versions['torch']}, "
         f"transformers {versions['transformers']}; {run['date']}, commit {(run['commit'] or 'unknown')[:7]}), by",
-        f"`{run['command']}`: lm_head in bfloat16 unless said; beside it the same in bfloat16, both in",
-        f"`halfbyte.generate`. All rows are in `benchmarks/results/{name}`.",
+        f"`{run['command']}`: {run['new']} tokens after {run['prompt']}, lm_head in bfloat16 unless said; beside it",
+        f"the same in bfloat16, both in `halfbyte.generate`. All rows are in `benchmarks/results/{name}`.",
         "",
         "| | NVFP4 | bfloat16 |",
         "|---|---|---|",
@@ -247,9 +247,14 @@ def written(
     return _between(page, BEGIN, END, tables)
 
 
-def with_models(page: str, results: Iterable[tuple[str, str]]) -> str:
-    """Likewise those of models."""
-    return _between(page, MODELS_BEGIN, MODELS_END, [models(name, json.loads(text)) for name, text in results])
+def with_models(page: str, results: Iterable[tuple[str, str]], *, missed: bool = False) -> str:
+    """Likewise those of models, and if asked the bounds that were missed."""
+    parts = []
+    for name, text in results:
+        document = json.loads(text)
+        lines = document["end"]["verdict"][1:] if missed and "end" in document else []
+        parts.append(models(name, document) + ("\n" + "".join(f"- {line}\n" for line in lines) if lines else ""))
+    return _between(page, MODELS_BEGIN, MODELS_END, parts)
 
 
 def _between(page: str, begin: str, end: str, parts: Sequence[str]) -> str:
@@ -267,7 +272,7 @@ def pages() -> dict[Path, str]:
     """Both as they must be."""
     parts = {README: table, PAGE: details}
     made = {page: written(page.read_text(), results(), part) for page, part in parts.items()}
-    return made | {README: with_models(made[README], results("-models.json"))}
+    return {page: with_models(text, results("-models.json"), missed=page == PAGE) for page, text in made.items()}
 
 
 def main() -> int:

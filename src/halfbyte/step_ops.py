@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError
-from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, GateArgs, PickArgs, select
+from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, DenseArgs, GateArgs, GatedArgs, PickArgs, select
 from halfbyte.kernels.base import ALIGNED
 from halfbyte.layouts import Packed
 from halfbyte.operands import contiguous
-from halfbyte.remembered import forced_name
+from halfbyte.remembered import forced_name, keep, on_tensors
 
-__all__ = ["add_norm", "attend", "chain", "gate", "pick"]
+__all__ = ["add_norm", "attend", "chain", "dense", "gate", "gated", "pick"]
 
 _known: Final[dict[Any, Callable[..., None]]] = {}
 """What runs on calls of one key."""
@@ -162,19 +162,57 @@ def chain(
     """
     if (norm2 is None) is not (qkv_next is None):
         raise UsageError("norm2 and qkv_next come together", got="one of them")
-    weights, biases, norms, epsilons = (o, gate_up, down), (o_bias, gate_up_bias, down_bias), (norm1,), (eps,)
+    weights: tuple[Packed, ...] = (o, gate_up, down)
+    biases: tuple[Tensor | None, ...] = (o_bias, gate_up_bias, down_bias)
+    norms: tuple[Tensor, ...] = (norm1,)
     total, qkv = torch.empty_like(residual, memory_format=torch.contiguous_format), None
     if norm2 is not None and qkv_next is not None:
-        weights, biases = (*weights, qkv_next), (*biases, qkv_bias)
-        norms, epsilons = (norm1, norm2), (eps, eps if eps2 is None else eps2)
+        weights, biases, norms = (*weights, qkv_next), (*biases, qkv_bias), (norm1, norm2)
         qkv = torch.empty((len(residual), qkv_next.shape[0]), dtype=residual.dtype, device=residual.device)
     args = ChainArgs(
-        residual=residual.contiguous(), attended=attended.contiguous(), weights=weights, biases=biases, norms=norms,
-        eps=epsilons, activation=activation, total=total, qkv=qkv,
-    )  # fmt: skip
+        residual=residual.contiguous(),
+        attended=attended.contiguous(),
+        weights=weights,
+        biases=biases,
+        norms=norms,
+        eps=(eps, eps if eps2 is None else eps2)[: len(norms)],
+        activation=activation,
+        total=total,
+        qkv=qkv,
+    )
     if len(residual):
-        select(ChainArgs, args.call()).run(args)
+        call = args.call()
+        key = "chain", call, forced_name()
+        run = _known.get(key)
+        if run is None:
+            run = _known[key] = select(ChainArgs, call).run
+        run(args)
     return total, qkv
+
+
+def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply by a weight that is not quantized.
+
+    Args:
+        x: (M, K) float32, bfloat16 or float16.
+        weight: (N, K) of that dtype.
+        bias: (N,) of that dtype.
+
+    Returns:
+        (M, N) ``round(sum(x * w) + bias)``, summed in float32.
+
+    Raises:
+        UsageError: tensors that do not fit each other.
+        NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
+    """
+    x, weight = _whole(x), _whole(weight)
+    out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+    key = "dense", _kind(x), _kind(weight), bias is None or _kind(bias), forced_name()
+    run = _known.get(key)
+    if run is None:
+        run = _known[key] = _bound(DenseArgs(x=x, weight=weight, bias=bias, out=out))
+    run(x, weight, bias, out)
+    return out
 
 
 def gate(gate_up: Tensor, activation: str) -> Tensor:
@@ -200,6 +238,40 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
         run = _known[key] = _bound(GateArgs(gate_up=gate_up, activation=activation, out=out))
     run(gate_up, out)
     return out
+
+
+def gated(x: Tensor, weight: Packed, activation: str, bias: Tensor | None = None) -> Tensor:
+    """``gate`` of a product: for few tokens on Hopper in one launch.
+
+    Args:
+        x: (M, K) float32, bfloat16 or float16.
+        weight: (2 I, K), the rows of the gate before those of up.
+        activation: "silu", "gelu", "gelu_tanh" or "relu2".
+        bias: (2 I,) float32, bfloat16 or float16.
+
+    Returns:
+        (M, I) ``round(activation(gate) * up)``, where gate and up are rounded as ``linear`` rounds.
+
+    Raises:
+        UsageError: an unknown activation, or tensors that do not fit each other.
+        NoKernelError: nothing accepts this call.
+    """
+    kind = None if bias is None else _kind(bias)
+    key = "gated", x.shape, x.dtype, x.device, kind, activation, forced_name()
+    known = weight.memo.get(key)
+    y: Tensor | None = None if known is None else known(x, bias)
+    if y is None:
+        x = _whole(x)
+        y = torch.empty((len(x), weight.shape[-2] // 2), dtype=x.dtype, device=x.device)
+        args = GatedArgs(x=x, weight=weight, bias=bias, activation=activation, out=y)
+        kernel = select(GatedArgs, args.call())
+        if kernel.bind is None:
+            raise UsageError(f"kernel {kernel.name} cannot be bound")
+        if y.numel():
+            run = kernel.bind(args)
+            keep(weight.memo, key, on_tensors(run, list(weight.buffers().values()), tuple(y.shape), y))
+            run(x, bias, y)
+    return y
 
 
 def pick(logits: Tensor, tokens: Tensor, counters: Tensor, log: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A mixture of experts as an operator of torch's, for ``torch.compile`` and ``torch.export``; as that for ``linear``."""
+"""A mixture of experts as an operator of torch's, for ``torch.compile`` and ``torch.export``; as that of ``linear``."""
 
 from __future__ import annotations
 

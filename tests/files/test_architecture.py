@@ -146,7 +146,8 @@ CHAINS = {
         "step": {"base"},
         "gated": {"base", "step"},
         "pick": {"base", "step"},
-        "chain": {"base", "step"},
+        "dense": {"base", "step"},
+        "chain": {"base", "gated", "step"},
     },
     "kernels.cpu": {
         "exact": {"product_code"},
@@ -156,6 +157,8 @@ CHAINS = {
         "product_code": {"scalars", "tiles", "vectors"},
         "scalars": {"vectors"},
         "step": {"step_code"},
+        "dense": {"dense_code"},
+        "dense_code": {"scalars"},
         "step_code": {"scalars"},
         "tiles": {"vectors"},
     },

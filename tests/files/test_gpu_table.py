@@ -130,7 +130,9 @@ def of_model(what, who, seconds, **figures):
 
 
 MODELS = {
-    "run": RUN | {"versions": {"torch": "2.11.0", "transformers": "5.17.0"}, "command": "python -m benchmarks.models"},
+    "run": RUN
+    | {"versions": {"torch": "2.11.0", "transformers": "5.17.0"}, "command": "python -m benchmarks.models"}
+    | {"prompt": 512, "new": 256},
     "rows": [
         of_model("load", "nvfp4", 4.26, most=1.034, after=1.002) | {"facts": {"stored": 6_034_000_000}},
         of_model("decode batch 1", "nvfp4", 1.5e-3, tokens_s=666.7, of_the_weight_read=0.723, x_bfloat16=2.61),
@@ -152,8 +154,8 @@ def test_a_whole_model(gpu_table):
     assert gpu_table.models("made-up-models.json", MODELS) == (
         "A Llama-3-8B with random weights on an NVIDIA Made-up (driver 1.2.3, torch 2.11.0, transformers 5.17.0; "
         "2026-01-02, commit 0123456), by\n"
-        "`python -m benchmarks.models`: lm_head in bfloat16 unless said; beside it the same in bfloat16, both in\n"
-        "`halfbyte.generate`. All rows are in `benchmarks/results/made-up-models.json`.\n"
+        "`python -m benchmarks.models`: 256 tokens after 512, lm_head in bfloat16 unless said; beside it\n"
+        "the same in bfloat16, both in `halfbyte.generate`. All rows are in `benchmarks/results/made-up-models.json`.\n"
         "\n"
         "| | NVFP4 | bfloat16 |\n"
         "|---|---|---|\n"
@@ -167,6 +169,14 @@ def test_a_whole_model(gpu_table):
         "Loading 6.03 GB takes 4.3 s and at most 1.03 times that of the device's memory, 1.00 times after. "
         "6 of 7 bounds met.\n"
     )
+
+
+def test_the_page_has_what_a_model_missed(gpu_table):
+    readme = f"{gpu_table.MODELS_BEGIN}{gpu_table.MODELS_END}"
+    results = [("made-up-models.json", json.dumps(MODELS))]
+    short, long = (gpu_table.with_models(readme, results, missed=missed) for missed in (False, True))
+    assert long == short.replace("6 of 7 bounds met.\n", "6 of 7 bounds met.\n\n- missed: ...\n")
+    assert long != short
 
 
 def test_real_models_on_a_cpu(gpu_table):

@@ -291,20 +291,19 @@ def test_splits_fill_a_gpu_but_have_entries_and_are_soon_added_up(changes, split
 
 
 @pytest.mark.parametrize(
-    ("changes", "splits"),
+    ("changes", "splits", "warps"),
     [
-        ({}, 16),
-        ({"rows": 16}, 2),
-        ({"rows": 64}, 1),
-        ({"room": 100}, 2),
-        ({"room": 2304}, 16),
-        ({"room": 8192}, 32),
-        ({"room": 131072}, 32),
-        ({"kv_heads": 4}, 16),
+        ({}, 8, 8),
+        ({"rows": 4}, 4, 8),
+        ({"rows": 16}, 2, 4),
+        ({"rows": 64}, 1, 4),
+        ({"room": 100}, 1, 8),
+        ({"room": 2304}, 8, 8),
+        ({"room": 8192}, 16, 8),
     ],
 )
-def test_splits_of_gluon(changes, splits):
-    assert attend_gluon.configure(call(AttendCall, **changes)).splits == splits
+def test_splits_of_gluon(changes, splits, warps):
+    assert attend_gluon.configure(call(AttendCall, **changes)) == attend_gluon.Attend(splits, warps)
 
 
 @needs_triton

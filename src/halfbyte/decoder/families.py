@@ -24,6 +24,7 @@ except ImportError:
 
 from halfbyte import nn, ops
 from halfbyte.layouts import Packed
+from halfbyte.step_ops import dense
 
 FAMILIES: Final = (
     "LlamaForCausalLM",
@@ -327,6 +328,8 @@ def _group(modules: Sequence[Any]) -> nn.Group | None:
 
 
 def _dense(weight: Tensor, bias: Tensor | None) -> Product:
+    if weight.device.type == "cpu":
+        return Product(lambda x: dense(x, weight, bias))
     return Product(lambda x: dense_linear(x, weight, bias))
 
 

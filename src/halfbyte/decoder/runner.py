@@ -36,6 +36,7 @@ class Runner:
         sampling: how tokens are chosen.
         graph: whether a CUDA graph holds the step.
         together: steps in a second graph.
+        chained: as for ``State.empty``.
 
     Attributes:
         state: its tensors.
@@ -51,9 +52,10 @@ class Runner:
         *,
         graph: bool,
         together: int = TOGETHER,
+        chained: bool | None = None,
     ) -> None:
         self.batch, self.length, self.sampling = batch, length, sampling
-        self.state = State.empty(decoder, batch, length)
+        self.state = State.empty(decoder, batch, length, chained=chained)
         self.generator = torch.Generator(decoder.device)
         self._decoder = decoder
         self._runs: dict[int, Callable[[], None]] = {1: self._step}

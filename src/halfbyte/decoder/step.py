@@ -17,7 +17,7 @@ from torch import Tensor
 
 from halfbyte.decoder.families import Decoder, Layer, Product
 from halfbyte.layouts import Packed
-from halfbyte.step_ops import add_norm, attend, chain, gate
+from halfbyte.step_ops import add_norm, attend, chain, gate, gated
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,10 +99,18 @@ def logits_of(decoder: Decoder, state: State) -> Tensor:
             residual = None if qkv is None else x
         else:
             normed, residual = add_norm(layer.o(mixed), residual, layer.after.weight, layer.after.eps)
-            x = layer.down(normed if layer.gate_up is None else gate(layer.gate_up(normed), decoder.activation))
-            qkv = None
+            x, qkv = layer.down(_gated(layer.gate_up, normed, decoder.activation)), None
     normed, _ = add_norm(x, residual, decoder.norm.weight, decoder.norm.eps)
     return decoder.head(normed)
+
+
+def _gated(gate_up: Product | None, x: Tensor, activation: str) -> Tensor:
+    """The input of ``down``; x where that is the whole mlp."""
+    if gate_up is None:
+        return x
+    if gate_up.packed is not None and x.is_cuda:
+        return gated(x, gate_up.packed, activation, gate_up.bias)
+    return gate(gate_up(x), activation)
 
 
 def _chain(

@@ -6,15 +6,17 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, chain, embedding, fp8, gated, int8, pick, reference, step
+from halfbyte.kernels import attention, chain, dense, embedding, fp8, gated, int8, pick, reference, step
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.chain import ChainArgs
+from halfbyte.kernels.cpu import dense as cpu_dense
 from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
 from halfbyte.kernels.cpu import step as cpu_step
 from halfbyte.kernels.cuda import (
     attend_gluon,
+    chain_gluon,
     choices,
     columns,
     decode,
@@ -27,6 +29,7 @@ from halfbyte.kernels.cuda import (
 from halfbyte.kernels.cuda import embedding as cuda_embedding
 from halfbyte.kernels.cuda import pick as cuda_pick
 from halfbyte.kernels.cuda import step as cuda_step
+from halfbyte.kernels.dense import DenseArgs
 from halfbyte.kernels.descriptors import TensorDesc
 from halfbyte.kernels.embedding import EmbeddingArgs, EmbeddingCall
 from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
@@ -58,6 +61,8 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     attend_gluon.GLUON,
     cuda_step.ATTEND,
     cuda_step.GATE,
+    cpu_dense.DENSE,
+    dense.TORCH,
     cuda_pick.TRITON,
     pick.TORCH,
     cpu_step.ADD_NORM,
@@ -66,6 +71,7 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     step.ADD_NORM,
     step.ATTEND,
     step.GATE,
+    chain_gluon.GLUON,
     chain.TORCH,
     cpu_int8.VNNI,
     cpu_int8.PORTABLE,
@@ -95,6 +101,7 @@ __all__ = [
     "Call",
     "ChainArgs",
     "Cost",
+    "DenseArgs",
     "EmbeddingArgs",
     "EmbeddingCall",
     "FmhaV2Llm",

@@ -8,7 +8,8 @@
     qkv = qkv_next(add_norm(s2, norm2))
 
 Each product is rounded once to the dtype, with its bias, before anything is added: as ``linear``, ``add_norm`` and
-``gate`` one after the other, which is how the kernel here computes it. Tensors are torch's; no row depends on others.
+``gate`` one after the other, which is how the kernel here computes it. Tensors are torch's; a row does not depend on
+the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any, ClassVar, Final
 from halfbyte.arrays import float_dtype
 from halfbyte.errors import UsageError
 from halfbyte.kernels.base import Call, Cost, Kernel, LinearArgs, check_kind, linear_cost, load_torch, why_not_torch
-from halfbyte.kernels.step import ACTIVATIONS, AddNormArgs, GateArgs, StepCall, check, check_axes, place_of
+from halfbyte.kernels.gated import GatedArgs
+from halfbyte.kernels.step import ACTIVATIONS, AddNormArgs, StepCall, check, check_axes, place_of
 from halfbyte.layouts import Packed
 from halfbyte.numerics import Array
 
@@ -82,7 +84,7 @@ class ChainArgs:
             raise UsageError("unknown activation", got=repr(self.activation), expected=" or ".join(ACTIVATIONS))
         for weight in self.weights:
             check_kind(weight.layout)
-        k, inner = check_axes(self.attended, "attended", 2)[1], self.weights[2].shape[-1]
+        k, inner = check_axes(self.attended, "attended", 2)[1], int(self.weights[2].shape[-1])
         shapes = [(h, k), (2 * inner, h), (h, inner), (self.weights[-1].shape[0], h)]
         for name, weight, bias, shape in zip(PARTS, self.weights, self.biases, shapes, strict=False):
             if tuple(weight.shape) != shape:
@@ -90,11 +92,12 @@ class ChainArgs:
             if bias is not None and tuple(bias.shape) != shape[:1]:
                 raise UsageError(f"the bias of {name} does not fit it", got=tuple(bias.shape), expected=shape[:1])
         arrays = {"attended": (self.attended, (m, k)), "total": (self.total, (m, h))}
-        arrays |= {f"norm {i}": (norm, (h,)) for i, norm in enumerate(self.norms)}
         if self.qkv is not None:
             arrays["qkv"] = self.qkv, (m, shapes[3][0])
         for name, (array, shape) in arrays.items():
             check(self.op, name, array, self.residual, shape)
+        for i, norm in enumerate(self.norms):
+            check(self.op, f"norm {i}", norm, self.residual, (h,))
 
     def call(self) -> ChainCall:
         """What decides which kernel runs on these arrays."""
@@ -134,31 +137,34 @@ def _launch(args: ChainArgs) -> None:
         if i:
             _linear(normed, args.weights[3], args.biases[3], args.qkv)
             return
-        both = _linear(normed, args.weights[1], args.biases[1])
-        x = torch.empty_like(both[:, : both.shape[1] // 2], memory_format=torch.contiguous_format)
-        _run(GateArgs(gate_up=both, activation=args.activation, out=x))
+        x = x.new_empty((len(x), args.weights[1].shape[0] // 2))
+        _product(GatedArgs, normed, args.weights[1], args.biases[1], x, activation=args.activation)
 
 
-def _run(args: AddNormArgs | GateArgs | LinearArgs) -> None:
+def _run(args: AddNormArgs) -> None:
     from halfbyte.kernels import select
 
-    bundle: Any = type(args)
-    select(bundle, args.call()).run(args)
+    select(AddNormArgs, args.call()).run(args)
 
 
 def _linear(x: Any, weight: Packed, bias: Any, out: Any = None) -> Any:
-    """``linear``; what it comes down to is kept with the weight for as long as the buffers are the same."""
-    from halfbyte.kernels import forced, select
-
     if out is None:
         out = x.new_empty((x.shape[0], weight.shape[0]))
+    return _product(LinearArgs, x, weight, bias, out)
+
+
+def _product(bundle: Any, x: Any, weight: Packed, bias: Any, out: Any, **more: Any) -> Any:
+    """``linear`` or ``gated``; what it comes down to is kept with the weight while the buffers are the same."""
+    from halfbyte.kernels import forced, select
+
     buffers = weight.buffers().values()
     state = tuple((b.data_ptr(), 0 if b.is_inference() else b._version) for b in buffers)
-    key = "chain", x.shape, x.dtype, x.device, None if bias is None else bias.dtype, forced(LinearArgs.op)
+    how = None if bias is None else bias.dtype, *more.values(), forced(LinearArgs.op), forced(bundle.op)
+    key = "chain", bundle.op, x.shape, x.dtype, x.device, *how
     known = weight.memo.get(key)
     if known is None or known[0] != state:
-        args = LinearArgs(x=x, weight=weight, bias=bias, out=out)
-        kernel = select(LinearArgs, args.call())
+        args = bundle(x=x, weight=weight, bias=bias, out=out, **more)
+        kernel: Any = select(bundle, args.call())
         if kernel.bind is None:
             kernel.run(args)
             return out

@@ -25,9 +25,11 @@ MOST_GROUP: Final = 8
 DIMS: Final = (64, 128)
 ENTRIES: Final = 16
 """Of a warp at once."""
-AT_ONCE: Final = 396
-"""Programs that the registers of an H200 hold."""
-FEW_SPLITS: Final = 16
+AT_ONCE: Final = {4: 396, 8: 132}
+"""Programs of so many warps that the registers of an H200 hold."""
+FEW_PAIRS: Final = 32
+"""Key heads of all sequences for which programs have 8 warps."""
+FEW_SPLITS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,11 @@ class Attend:
 
 def configure(call: AttendCall) -> Attend:
     """As many splits as are on a GPU at once, with a block each and, beyond ``FEW_SPLITS``, four."""
-    blocks = -(-call.room // (ENTRIES * Attend.warps))
-    splits = min(AT_ONCE // (call.rows * call.kv_heads), blocks, max(FEW_SPLITS, blocks // 4))
-    return Attend(splits=1 << max(1, splits).bit_length() - 1)
+    pairs = call.rows * call.kv_heads
+    warps = 8 if pairs <= FEW_PAIRS else 4
+    blocks = -(-call.room // (ENTRIES * warps))
+    splits = min(AT_ONCE[warps] // pairs, blocks, max(FEW_SPLITS, blocks // 4))
+    return Attend(splits=1 << max(1, splits).bit_length() - 1, warps=warps)
 
 
 def parts(call: AttendCall, made: Attend, settled: bool) -> tuple[Any, Any, int]:

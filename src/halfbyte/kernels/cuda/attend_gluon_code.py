@@ -42,6 +42,14 @@ def _values_layout(W, D):
     return gl.DistributedLinearLayout(register, lane, [[w, 0, 0] for w in _bits(1, W)], [], [W, 16, D // 2])
 
 
+@gluon.constexpr_function
+def _found_layout(W, D):
+    """(W, 8, D): what a product gives, in an order in which 8 values of a lane are neighbours."""
+    register = [[0, 0, d] for d in [1, 2, 4, *_bits(64, D)]] + [[0, 1, 0]]
+    lane = [[0, 2, 0], [0, 4, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]]
+    return gl.DistributedLinearLayout(register, lane, [[w, 0, 0] for w in _bits(1, W)], [], [W, 8, D])
+
+
 @gluon.jit
 def _pairs(word, HALF: gl.constexpr):
     """(..., n) words to (..., 2 n) values."""
@@ -233,6 +241,7 @@ def attend(
     sw, sr, se = _places(L, W, 8, 16)
     top = gl.convert_layout(top, FOUND)
     weight = gl.where(top == float("-inf"), 0.0, 1.0)
+    left = stop - block * N  # a warp beyond has nothing to tell
     while block * N < stop:
         score = _scores(queries, _key_operand(ks, W, D, TO, B), W, 16, MMA)
         e = block * N + sw * 16 + se
@@ -255,10 +264,12 @@ def attend(
         vs = gl.load(value_pairs + (ve * (D // 2) + vd), mask=ve < stop, other=0)
 
     acc = acc.reshape(W, D // 64, 2, 2, 2, 2, 2, 2, 8).permute(0, 8, 1, 5, 6, 7, 2, 3, 4).reshape(W, 8, D)
-    FINAL: gl.constexpr = acc.type.layout
+    FINAL: gl.constexpr = _found_layout(W, D)
+    acc = gl.convert_layout(acc, FINAL, assert_trivial=True)
     aw, ah, ad = _places(FINAL, W, 8, D)
     to = (b * (HKV * G) + head * G) * (S * W) + split * W
-    gl.store(sums + to * D + ((ah * (S * W) + aw) * D + ad), acc, mask=(ah < G) & (aw < W) & (ad < D))
+    any_there = (aw * 16 < left) | ((aw == 0) & owner)
+    gl.store(sums + to * D + ((ah * (S * W) + aw) * D + ad), acc, mask=any_there & (ah < G) & (ad >= 0))
     tw = gl.arange(0, W, layout=gl.SliceLayout(1, FOUND))[:, None]
     th = gl.arange(0, 8, layout=gl.SliceLayout(0, FOUND))[None, :]
     gl.store(tops + 2 * to + 2 * (th * (S * W) + tw), top, mask=(th < G) & (tw < W))

@@ -88,7 +88,7 @@ FEW: Final = Decode()
 """The default for up to 8 tokens."""
 MANY: Final = Decode(tiles=2, ahead=3)
 """The default for 9 to 16 tokens."""
-FEW_GATED: Final = Decode(tiles=2, ahead=3)
+FEW_GATED: Final = Decode(tiles=2, ahead=2)
 MANY_GATED: Final = Decode(warps=2, tiles=2, ahead=3)
 """The same of products with a gate."""
 CONFIGURATIONS: Final = (
@@ -275,7 +275,11 @@ def configure_gated(call: GatedCall) -> Decode:
 
 def refuse_gated(call: GatedCall) -> tuple[str, ...]:
     """Why it declines a call with a gate."""
-    reasons = refuse(call)
+    from halfbyte.kernels import forced
+
+    reasons, wanted = refuse(call), forced(LinearArgs.op)
+    if wanted not in (None, NAME):
+        reasons = (*reasons, f"HALFBYTE_KERNEL asks for {wanted}")
     if call.shape[-2] % (2 * TILE):
         reasons = (*reasons, f"takes gates that are a multiple of {TILE}, not {call.shape[-2] / 2:g}")
     return reasons

@@ -358,7 +358,7 @@ def add_up(
     """What the splits of ``attend`` found for one head of a sequence, added up.
 
     Args:
-        sums: (B Hq, S, D) f32.
+        sums: (B Hq, S, D) f32; anything where there is no maximum.
         tops: (B Hq, S, 2) f32.
         out: (B Hq, D).
         D: of a head.
@@ -379,5 +379,6 @@ def add_up(
     inside = (split < S)[:, None] & (d < D)[None, :]
     part = tl.load(sums + (row * S + split[:, None]) * D + d[None, :], mask=inside, other=0.0)
     factor = tl.exp2(top - tl.max(top, 0))
+    part = tl.where((top == float("-inf"))[:, None], 0.0, part)  # what nobody wrote
     y = tl.sum(part * factor[:, None], 0) / tl.sum(weight * factor, 0)
     tl.store(out + row * D + d, _narrow(y, out.dtype.element_ty, BITS), mask=d < D)
