@@ -129,7 +129,8 @@ CHAINS = {
         "consistency": {"header", "reader", "expert_checks"},
     },
     "decoder": {
-        "step": {"families"},
+        "families": {"product"},
+        "step": {"families", "product"},
         "runner": {"families", "sampling", "step"},
         "whole": {"sampling"},
         "loop": {"families", "runner", "sampling", "whole"},

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from decoder_models import FAMILIES, ids, swap, tiny
 from halfbyte import nn
-from halfbyte.decoder import Decoder, families
+from halfbyte.decoder import Decoder, product
 from halfbyte.decoder.step import State, logits_of
 from halfbyte.errors import UsageError
 
@@ -140,7 +140,7 @@ class TestFuseDense:
             rows.append(weight.shape[0])
             return torch.nn.functional.linear(x, weight, bias)
 
-        monkeypatch.setattr(families, "dense", linear)
+        monkeypatch.setattr(product, "dense", linear)
         model = tiny("llama", num_hidden_layers=1)
         with torch.no_grad():
             stepped(Decoder.of(model), ids(1, 1))

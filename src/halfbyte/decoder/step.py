@@ -15,7 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from halfbyte.decoder.families import Decoder, Layer, Product
+from halfbyte.decoder.families import Decoder, Layer
+from halfbyte.decoder.product import Product
 from halfbyte.layouts import Packed
 from halfbyte.step_ops import add_norm, attend, chain, gate, gated
 
