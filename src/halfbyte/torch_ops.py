@@ -220,7 +220,7 @@ def traced(
 
 
 def traced_twin(x: Tensor, twin: Fp8Weight, bias: Tensor | None, out_dtype: Any) -> Tensor:
-    """``linear`` with an Fp8Weight while torch traces it; the weight's shape is (N, K)."""
+    """``linear`` with an Fp8Weight (N, K) while torch traces it; UsageError where it has a scale for each block."""
     if twin.block is not None:
         raise UsageError("no kernel takes an FP8 weight with a scale for each block", got=twin.block)
     every = {"data": twin.data, "scale": twin.scale, "pre_scale": twin.pre_scale}

@@ -154,7 +154,12 @@ class Experts(Quantized):
         return self.gate_up.layout
 
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """(T, H), with (T, k) int32 or int64 experts and (T, k) routing weights, to (T, H) in hidden's dtype."""
+        """(T, H), with (T, k) int32 or int64 experts and (T, k) routing weights, to (T, H) in hidden's dtype.
+
+        Raises:
+            UsageError: tensors that do not fit; ids that name no expert, unless ``padding``.
+            WeightError: a token that is routed to a null expert.
+        """
         one, two = self.gate_up, self.down
         if torch.compiler.is_compiling():
             held = [(s._key, s.shape, s.held(), s._parameters["bias"]) for s in (one, two)]
