@@ -25,7 +25,8 @@ from torch import Tensor
 
 from halfbyte.errors import UsageError, WeightError
 from halfbyte.kernels.cuda.shared import capturing
-from halfbyte.kernels.step import ACTIVATIONS, activation_of
+from halfbyte.kernels.step import ACTIVATIONS
+from halfbyte.kernels.step_torch import activation_of
 from halfbyte.layouts import Packed
 from halfbyte.operands import check_beside, check_float, wants_gradient, without_gradient
 from halfbyte.ops import compute as product
@@ -89,7 +90,8 @@ class Mixture:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         if self.activation == SWIGLU:
             return (up + 1) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
-        return activation_of(self.activation)(gate) * up
+        made: Tensor = activation_of(self.activation)(gate) * up
+        return made
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -71,25 +71,8 @@ def experts_op(
         return compute(hidden, indices, weights, stacks, mixture)
 
 
-def _shape_of_experts(
-    hidden: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    layouts: str,
-    shapes: list[int],
-    names: str,
-    gate_up: list[Tensor],
-    down: list[Tensor],
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-    limit: float | None,
-    gate_up_order: str,
-    experts: int,
-    local: list[int],
-    padding: bool,
-) -> Tensor:
-    check(hidden, indices, weights, _stacks(layouts, shapes, names, gate_up, down, gate_up_bias, down_bias))
+def _shape_of_experts(hidden: Tensor, indices: Tensor, weights: Tensor, *others: Any) -> Tensor:
+    check(hidden, indices, weights, _stacks(*others[:7]))
     return torch.empty_like(hidden, memory_format=torch.contiguous_format)
 
 

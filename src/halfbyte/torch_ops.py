@@ -20,6 +20,8 @@ from halfbyte.layouts import Packed, parse
 from halfbyte.operands import DTYPES, check_arrays, checked_dtype
 
 _memos = WeakIdKeyDictionary()
+FP8 = "fp8"
+"""Stands for the layout where the weight is an Fp8Weight."""
 
 
 @torch.library.custom_op("halfbyte::linear", mutates_args=())
@@ -65,14 +67,14 @@ def _shape_of_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    _checked(x, layout, n, k, names, buffers, bias)
+    if layout == FP8:
+        _twin(x, names, buffers, bias)
+    else:
+        _checked(x, layout, n, k, names, buffers, bias)
     return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
 
 
 linear_op.register_fake(_shape_of_linear)
-
-FP8 = "fp8"
-"""Stands for the layout where the weight is an Fp8Weight."""
 
 
 @torch.library.custom_op("halfbyte::linear_fp8", mutates_args=())
@@ -118,24 +120,7 @@ def linear_fp8_op(
     return result
 
 
-def _shape_of_linear_fp8(
-    x: Tensor,
-    layout: str,
-    n: int,
-    k: int,
-    names: str,
-    buffers: list[Tensor],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    if layout == FP8:
-        _twin(x, names, buffers, bias)
-    else:
-        _checked(x, layout, n, k, names, buffers, bias)
-    return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
-
-
-linear_fp8_op.register_fake(_shape_of_linear_fp8)
+linear_fp8_op.register_fake(_shape_of_linear)
 
 
 @torch.library.custom_op("halfbyte::linear_int8", mutates_args=())

@@ -145,6 +145,7 @@ CHAINS = {
         "fp8": {"base"},
         "embedding": {"base"},
         "step": {"base"},
+        "step_torch": {"base", "step"},
         "gated": {"base", "step"},
         "pick": {"base", "step"},
         "dense": {"base", "step"},

@@ -65,6 +65,8 @@ class Runner:
         if graph:
             with torch.cuda.device(decoder.device):
                 self._capture(together)
+        else:
+            self._step()  # what it compiles is no part of a text's time
 
     def begin(self, seed: int) -> None:
         """Make ready for the tokens of a new batch: the next row of the log is the first."""

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, chain, dense, embedding, fp8, gated, int8, pick, reference, step
+from halfbyte.kernels import attention, chain, dense, embedding, fp8, gated, int8, pick, reference, step_torch
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.chain import ChainArgs
@@ -68,9 +68,9 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     cpu_step.ADD_NORM,
     cpu_step.ATTEND,
     cpu_step.GATE,
-    step.ADD_NORM,
-    step.ATTEND,
-    step.GATE,
+    step_torch.ADD_NORM,
+    step_torch.ATTEND,
+    step_torch.GATE,
     chain_gluon.GLUON,
     chain.TORCH,
     cpu_int8.VNNI,
