@@ -133,8 +133,7 @@ def chain(
 ) -> tuple[Tensor, Tensor | None]:
     """All of a decoder layer that is between two attentions, the next layer's q, k and v too.
 
-    It is ``linear``, ``add_norm`` and ``gate`` one after the other; for few tokens on Hopper in one launch, whose sums
-    of products are in another order.
+    It is ``linear``, ``add_norm`` and ``gate`` one after the other.
 
     Args:
         residual: (M, H) float32, bfloat16 or float16: the residual stream ahead of the attention.

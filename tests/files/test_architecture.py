@@ -190,7 +190,11 @@ What ends in _code is loaded only to run."""
 CUDA = {"choices", "launch", "shared", "fragments", "fp8_quantize"}
 """In kernels.cuda: what every kernel may import, beside its own device code, the file of its name and _code."""
 
-TILED = {"gemm_gluon": {"decode_gluon"}, "fp8_gluon": {"gemm_gluon"}, "attend_gluon": {"step"}}
+TILED = {
+    "gemm_gluon": {"decode_gluon"},
+    "fp8_gluon": {"gemm_gluon"},
+    "attend_gluon": {"step"},
+}
 """In kernels.cuda: whose parts a kernel has."""
 
 EXECUTORS = {

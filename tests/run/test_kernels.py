@@ -536,7 +536,7 @@ class TestTable:
             defined += sum(
                 isinstance(node, ast.Assign | ast.AnnAssign)
                 and isinstance(node.value, ast.Call)
-                and getattr(node.value.func, "id", "") in ("Kernel", "_kernel")
+                and getattr(node.value.func, "id", "") in ("Kernel", "_kernel", "_reference")
                 for node in tree.body
             )
         assert defined == len(KERNELS)

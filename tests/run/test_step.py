@@ -347,10 +347,10 @@ def test_machine_code(capability):
         asked = call(AttendCall, **changes, capability=capability)
         made = step.configure(asked)
         code = code_of("attend", step.attend_parts(asked, made, capability), capability)
-        assert code.registers <= 224
+        assert code.registers <= 248
         assert code.opcodes["LDG.E.128"] >= 4 * made.entries
         assert code.shared <= 4096
-        code_of("add_up", step.add_up_parts(asked, made, capability), capability)
+        code_of("add_up", step.add_up_parts(asked, made.splits, capability), capability)
 
 
 @needs_triton

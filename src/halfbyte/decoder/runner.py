@@ -52,7 +52,7 @@ class Runner:
         *,
         graph: bool,
         together: int = TOGETHER,
-        chained: bool | None = None,
+        chained: bool = False,
     ) -> None:
         self.batch, self.length, self.sampling = batch, length, sampling
         self.state = State.empty(decoder, batch, length, chained=chained)

@@ -44,8 +44,8 @@ class State:
     chained: bool
 
     @staticmethod
-    def empty(decoder: Decoder, batch: int, length: int, *, chained: bool | None = None) -> State:
-        """For B sequences of at most T tokens; by default steps are ``chained`` on a GPU."""
+    def empty(decoder: Decoder, batch: int, length: int, *, chained: bool = False) -> State:
+        """For B sequences of at most T tokens."""
         device = decoder.device
         shape = len(decoder.layers), batch, decoder.kv_heads, length, decoder.dim
         cos, sin = decoder.rotations(length)
@@ -57,7 +57,7 @@ class State:
             values=torch.zeros(shape, dtype=decoder.dtype, device=device),
             cos=cos,
             sin=sin,
-            chained=device.type == "cuda" if chained is None else chained,
+            chained=chained,
         )
 
     @property

@@ -16,7 +16,6 @@ from halfbyte.kernels.cpu import int8 as cpu_int8
 from halfbyte.kernels.cpu import step as cpu_step
 from halfbyte.kernels.cuda import (
     attend_gluon,
-    chain_gluon,
     choices,
     columns,
     decode,
@@ -71,7 +70,6 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     step_torch.ADD_NORM,
     step_torch.ATTEND,
     step_torch.GATE,
-    chain_gluon.GLUON,
     chain.TORCH,
     cpu_int8.VNNI,
     cpu_int8.PORTABLE,

@@ -8,7 +8,7 @@
     qkv = qkv_next(add_norm(s2, norm2))
 
 Each product is rounded once to the dtype, with its bias, before anything is added: as ``linear``, ``add_norm`` and
-``gate`` one after the other, which is how the kernel here computes it. Tensors are torch's; a row does not depend on
+``gated`` one after the other, which is how the kernel here computes it. Tensors are torch's; a row does not depend on
 the others.
 """
 
@@ -176,7 +176,7 @@ def _product(bundle: Any, x: Any, weight: Packed, bias: Any, out: Any, **more: A
 TORCH: Final = Kernel(
     name="chain-composed",
     bundle=ChainArgs,
-    description="linear, add_norm and gate one after the other",
+    description="linear, add_norm and gated one after the other",
     refuse=lambda call: why_not_torch(call.library),
     load=load_torch,
     launch=_launch,

@@ -1,4 +1,4 @@
-"""``gated``, a product with its gate: what kernels are given, and the one that calls ``linear`` and ``gate``.
+"""``gated``, a product with the gate behind it: what kernels are given, and the one that calls two others.
 
 ::
 

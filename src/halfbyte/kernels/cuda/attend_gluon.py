@@ -1,8 +1,8 @@
 """``attend`` on Hopper for D a multiple of 64 and up to 8 query heads of a key head: products by the matrix units.
 
 A program of W warps takes blocks of 16 W entries, 16 each warp, in registers; its warps know nothing of each other, and
-each share of W splits is added up. In all else it is as that of ``halfbyte.kernels.cuda.step``. Weights of values are rounded to the dtype
-before they multiply, and their sum is of those that are not; so with p the position
+each share of W splits is added up. In all else it is as that of ``halfbyte.kernels.cuda.step``. Weights of values are
+rounded to the dtype before they multiply, and their sum is of those that are not; so with p the position
 
     |error| <= (2 s + (p + 128) 2^-23 + h) * sum(weight * |v|) + h * |out|
 

@@ -1,9 +1,9 @@
 """Device code of ``halfbyte.kernels.cuda.attend_gluon``, in Gluon.
 
-A warp takes 16 entries at a time. Lane 4 g + c reads 16 bytes of a key as they lie, places 32 i + 8 c to 32 i + 8 c + 7
-of entries g and g + 8, and 16 bytes of a value, places 64 i + 8 g to 64 i + 8 g + 7 of entries 2 c, 2 c + 1, 2 c + 8 and
-2 c + 9. So with places renumbered they are the operands of scores = q @ keys.T and of the transpose of weights @ values,
-and scores are those of weights: nothing moves between lanes but maxima and sums.
+A warp takes 16 entries at a time. Lane 4 g + c reads keys and values as they lie, 8 places at once: of keys those from
+32 i + 8 c on, in entries g and g + 8, and of values those from 64 i + 8 g on, in entries 2 c, 2 c + 1, 2 c + 8 and
+2 c + 9. So with places renumbered they are operands of q @ keys.T and of the transpose of weights @ values, and what
+the first gives is an operand of the second: nothing moves between lanes but maxima and sums.
 """
 
 from __future__ import annotations

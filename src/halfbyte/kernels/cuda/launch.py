@@ -75,7 +75,7 @@ def untested() -> str | None:
     return f"Gluon is tested with Triton {oldest} to {newest}, not {triton.__version__}"
 
 
-BITS: Final = {"i32": 32, "i16": 16, "fp32": 32, "bf16": 16, "fp16": 16, "i8": 8, "u8": 8, "fp8e4nv": 8}
+BITS: Final = {"i32": 32, "fp32": 32, "bf16": 16, "fp16": 16, "i8": 8, "u8": 8, "fp8e4nv": 8}
 """Of the types of boxes."""
 
 

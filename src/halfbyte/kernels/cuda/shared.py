@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from halfbyte.errors import UnavailableError
 
@@ -114,36 +114,6 @@ def _of_stream(kind: str, device: Any, nbytes: int, *, zeros: bool) -> Any:
     return found
 
 
-_last: Final[dict[int, tuple[int, Any]]] = {}
-"""Of a device: the stream of what ran ``alone`` last, and an event behind it."""
-
-
-@contextmanager
-def alone(device: Any) -> Iterator[None]:
-    """What is launched in it starts after what was launched so before, on other streams of the device too.
-
-    It is for kernels whose programs wait for each other: two at once might each keep the places that the other waits
-    for. In a capture nothing is ordered: who replays the graph does it in here.
-
-    Args:
-        device: of torch's, with an index.
-    """
-    import torch
-
-    with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            yield
-            return
-        stream: Any = torch.cuda.current_stream()
-        with in_turn:
-            number, event = _last.get(device.index) or (stream.cuda_stream, cast(Any, torch.cuda.Event)())
-            if number != stream.cuda_stream:
-                stream.wait_event(event)
-            yield
-            event.record(stream)
-            _last[device.index] = stream.cuda_stream, event
-
-
 _captured: Final[dict[Any, Any]] = {}
 """Counters of the capture that is under way."""
 
@@ -162,3 +132,29 @@ def capture_of(stream: int) -> int:
 @functools.cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
+
+
+_turns: Final[dict[int, tuple[int, Any]]] = {}
+"""Of a device: the stream of the last launch in ``alone``, and an event behind it."""
+
+
+@contextmanager
+def alone(device: Any) -> Iterator[None]:
+    """What is launched in it, on a device of torch's with an index, starts after what was so launched before.
+
+    It is for kernels that need a whole GPU at once, and for CUDA graphs that hold some. In a capture nothing is done.
+    """
+    import torch
+
+    cuda: Any = torch.cuda
+    with in_turn, cuda.device(device):
+        if cuda.is_current_stream_capturing():
+            yield
+            return
+        stream = cuda.current_stream()
+        last, event = _turns.get(device.index) or (stream.cuda_stream, cuda.Event())
+        if last != stream.cuda_stream:
+            stream.wait_event(event)
+        yield
+        event.record(stream)
+        _turns[device.index] = stream.cuda_stream, event
