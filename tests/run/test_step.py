@@ -371,15 +371,18 @@ def test_machine_code_of_gluon(dtype, heads, dim, norms):
     assert before.count("LDG.E.128") == dim // 4
 
 
+@pytest.fixture(scope="module")
+def compiled():
+    """Every kernel of the tests below, compiled side by side."""
+    sm = capability(torch.cuda.current_device())
+    compile_all(list(gpu_step.jobs(sm)), sm)
+
+
 @needs_triton
 @needs_gpu
 @pytest.mark.gpu
+@pytest.mark.usefixtures("compiled")
 class TestOnGpu:
-    @pytest.fixture(scope="class", autouse=True)
-    def compiled(self):
-        sm = capability(torch.cuda.current_device())
-        compile_all(list(gpu_step.jobs(sm)), sm)
-
     @pytest.mark.parametrize(("name", "count"), [("add_norms", 18), ("gates", 36), ("attends", 18)])
     def test_results(self, name, count):
         assert len(list(getattr(gpu_step, name)("cuda"))) == count
