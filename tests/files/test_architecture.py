@@ -149,7 +149,6 @@ CHAINS = {
         "gated": {"base", "step"},
         "pick": {"base", "step"},
         "dense": {"base", "step"},
-        "chain": {"base", "gated", "step"},
     },
     "kernels.cpu": {
         "exact": {"product_code"},

@@ -44,14 +44,6 @@ class TestSteps:
             got = stepped(Decoder.of(model), tokens)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
-    def test_chained(self, family):
-        decoder, tokens = Decoder.of(swap(tiny(family), fuse=True)), ids(2, 5)
-        chains = [
-            layer.chains(behind) for layer, behind in zip(decoder.layers, [*decoder.layers[1:], None], strict=True)
-        ]
-        assert chains == [family != "qwen3_moe"] * 3
-        assert torch.equal(stepped(decoder, tokens, chained=True), stepped(decoder, tokens, chained=False))
-
     def test_bfloat16(self, family):
         model, tokens = tiny(family, dtype=torch.bfloat16), ids(2, 9)
         with torch.no_grad():

@@ -69,11 +69,6 @@ class Layer:
     gate_up: Product | None
     down: Product
 
-    def chains(self, behind: Layer | None) -> bool:
-        """Whether all its products between two attentions, with the next layer's qkv, have NVFP4 weights."""
-        products = [self.o, self.gate_up, self.down, *([] if behind is None else [behind.qkv])]
-        return all(product is not None and product.packed is not None for product in products)
-
 
 @dataclass(frozen=True, eq=False)
 class Decoder:

@@ -29,7 +29,7 @@ class StepCall:
     """What decides which kernel runs, of all these ops.
 
     Args:
-        op: "add_norm", "attend", "gate", "dense", "pick" or "chain".
+        op: "add_norm", "attend", "gate", "dense" or "pick".
         rows: M, or B.
         dtype: of the activations.
         device: "cpu", "cuda", ...
