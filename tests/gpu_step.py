@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.kernels import step as reference
+from halfbyte.kernels import step_torch as reference
 from halfbyte.kernels.cuda import attend_gluon, step
 from halfbyte.kernels.cuda.launch import options_of
 from halfbyte.kernels.cuda.step import Attend

@@ -17,12 +17,20 @@ from halfbyte.weight import Fp8Weight, Weight, to_torch
 
 
 def read_weight(checkpoint: Checkpoint, parts: Sequence[Module]) -> Weight:
-    """NVFP4 layers joined along N, (N, K) on the CPU; without input scales."""
+    """NVFP4 layers joined along N, (N, K) on the CPU; without input scales.
+
+    Raises:
+        FormatError: a scale that is Inf or NaN, a block scale that is NaN or negative, or a file that cannot be read.
+    """
     return _read(checkpoint, [parts], stacked=False)
 
 
 def read_stack(checkpoint: Checkpoint, experts: Sequence[Sequence[Module]]) -> Weight:
-    """NVFP4 layers of each expert joined along N, (E, N, K) on the CPU; without input scales."""
+    """NVFP4 layers of each expert joined along N, (E, N, K) on the CPU; without input scales.
+
+    Raises:
+        FormatError: as ``read_weight``.
+    """
     return _read(checkpoint, experts, stacked=True)
 
 
