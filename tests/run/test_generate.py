@@ -189,7 +189,6 @@ class TestKept:
         generate(model, ids(1, 30), max_new_tokens=NEW)
         assert generate(model, [prompt], max_new_tokens=NEW).tokens == [theirs(model, prompt, NEW)]
 
-
     def test_a_call_from_within_another_changes_nothing(self):
         model, prompts = tiny("llama"), [ids(5, seed=seed).tolist() for seed in range(2)]
         wanted = [generate(model, [prompt], max_new_tokens=NEW).tokens for prompt in prompts]
