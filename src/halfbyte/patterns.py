@@ -126,10 +126,12 @@ class Patterns:
     """Patterns, prepared to be asked about many modules: ten thousand cost as much as one, regular expressions apart.
 
     Raises:
-        UsageError: a regular expression that does not compile.
+        UsageError: a regular expression that does not compile, or one string, whose letters would be patterns.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
+        if isinstance(patterns, str):
+            raise UsageError("patterns are a list", got=repr(patterns), expected=repr([patterns]))
         self.patterns = list(dict.fromkeys(p.removesuffix(".weight") for p in patterns))
         self._used: set[int] = set()
         self._number = {pattern: i for i, pattern in enumerate(self.patterns)}
