@@ -1,18 +1,19 @@
 """The small kernels of a step against torch's; as a script, on the CPU, in Triton's interpreter.
 
-TRITON_INTERPRET=1 python -m gpu_step
+TRITON_INTERPRET=1 python -m gpu_step add_norms gates attends
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from halfbyte.kernels import step as reference
+from halfbyte.kernels import step_torch as reference
 from halfbyte.kernels.cuda import attend_gluon, step
 from halfbyte.kernels.cuda.launch import options_of
 from halfbyte.kernels.cuda.step import Attend
@@ -121,10 +122,12 @@ def attends(
             inside.keys.copy_(torch.where(valid[:, None, None, None], inside.keys, 0))
         reference.ATTEND.run(inside)
         for made in configurations:
-            got, again = fresh(args), fresh(args)
+            got = fresh(args)
             bind(got, made)(*got.arrays())
-            bind(again, made)(*again.arrays())
-            assert torch.equal(_bits(got.out), _bits(again.out)), name
+            if device != "cpu":
+                again = fresh(args)
+                bind(again, made)(*again.arrays())
+                assert torch.equal(_bits(got.out), _bits(again.out)), name
             assert got.out[~valid].isnan().all(), name
             for i in torch.nonzero(valid).flatten().tolist():
                 p = positions[i]
@@ -177,4 +180,4 @@ def _bits(a: Any) -> Any:
 
 
 if __name__ == "__main__":
-    print(*[len(list(check("cpu"))) for check in (add_norms, gates, attends)])
+    print(*[len(list(globals()[check]("cpu"))) for check in sys.argv[1:]])

@@ -16,7 +16,7 @@ refused elsewhere is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,38 +24,20 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError, WeightError
-from halfbyte.kernels.cuda.shared import capturing, keeping_nothing
-from halfbyte.layouts import Packed, parse
+from halfbyte.kernels.cuda.shared import capturing
+from halfbyte.kernels.step import ACTIVATIONS
+from halfbyte.kernels.step_torch import activation_of
+from halfbyte.layouts import Packed
 from halfbyte.operands import check_beside, check_float, wants_gradient, without_gradient
 from halfbyte.ops import compute as product
 from halfbyte.ops import linear
-from halfbyte.torch_ops import memo_of
 
 ORDERS: Final = ("concatenated", "up_first", "interleaved")
 SWIGLU_ALPHA: Final = 1.702
-_COPIED: Final = 3
-"""How often the bytes of an expert that is gathered are moved: read, written, and read again."""
-
-
-def _silu(x: Tensor) -> Tensor:
-    return torch.nn.functional.silu(x)
-
-
-def _gelu(x: Tensor) -> Tensor:
-    return torch.nn.functional.gelu(x)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
-
-
-def _relu2(x: Tensor) -> Tensor:
-    return torch.relu(x).square()
-
-
-ACTIVATIONS: Final = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu2": _relu2}
 SWIGLU: Final = "swigluoai"
 """gpt-oss: ``(up + 1) * gate * sigmoid(1.702 * gate)``."""
+_COPIED: Final = 3
+"""How often the bytes of an expert that is gathered are moved: read, written, and read again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +90,8 @@ class Mixture:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         if self.activation == SWIGLU:
             return (up + 1) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
-        return ACTIVATIONS[self.activation](gate) * up
+        made: Tensor = activation_of(self.activation)(gate) * up
+        return made
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -301,135 +284,3 @@ def check(hidden: Tensor, indices: Tensor, weights: Tensor, stacks: Stacks) -> N
         raise UsageError("routing weights do not fit indices", got=got, expected=f"floats {tuple(indices.shape)}")
     for array, what in ((indices, "indices"), (weights, "routing weights")):
         check_beside(array, what, hidden, "hidden")
-
-
-@torch.library.custom_op("halfbyte::experts", mutates_args=())
-def experts_op(
-    hidden: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    layouts: str,
-    shapes: list[int],
-    names: str,
-    gate_up: list[Tensor],
-    down: list[Tensor],
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-    limit: float | None,
-    gate_up_order: str,
-    experts: int,
-    local: list[int],
-    padding: bool,
-) -> Tensor:
-    """``compute`` as an operator of torch's.
-
-    Args:
-        hidden: (T, H).
-        indices: (T, k).
-        weights: (T, k).
-        layouts: the keys of the layouts of gate_up and down, joined by a semicolon.
-        shapes: E, 2I, H of gate_up, then E, H, I of down.
-        names: of the buffers of both, joined by commas, the two joined by a semicolon.
-        gate_up: the buffers of its Packed.
-        down: the buffers of its Packed.
-        gate_up_bias: (E, 2I), or None.
-        down_bias: (E, H), or None.
-        activation: as of Mixture, and all below.
-        limit: ...
-        gate_up_order: ...
-        experts: ...
-        local: ...
-        padding: ...
-
-    Returns:
-        (T, H).
-    """
-    stacks = _stacks(layouts, shapes, names, gate_up, down, gate_up_bias, down_bias)
-    for stack in (stacks.gate_up, stacks.down):
-        stack.memo = memo_of(stack.buffers()["scale2"])
-    mixture = Mixture(
-        activation=activation,
-        limit=limit,
-        gate_up_order=gate_up_order,
-        experts=experts,
-        local=tuple(local),
-        padding=padding,
-    )
-    with keeping_nothing():
-        return compute(hidden, indices, weights, stacks, mixture)
-
-
-def _shape_of_experts(
-    hidden: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    layouts: str,
-    shapes: list[int],
-    names: str,
-    gate_up: list[Tensor],
-    down: list[Tensor],
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-    limit: float | None,
-    gate_up_order: str,
-    experts: int,
-    local: list[int],
-    padding: bool,
-) -> Tensor:
-    check(hidden, indices, weights, _stacks(layouts, shapes, names, gate_up, down, gate_up_bias, down_bias))
-    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
-
-
-experts_op.register_fake(_shape_of_experts)
-
-
-def _stacks(
-    layouts: str,
-    shapes: list[int],
-    names: str,
-    gate_up: list[Tensor],
-    down: list[Tensor],
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-) -> Stacks:
-    one, two = (
-        Packed(parse(layout), shape, dict(zip(named.split(","), buffers, strict=True)))
-        for layout, shape, named, buffers in zip(
-            layouts.split(";"), (shapes[:3], shapes[3:]), names.split(";"), (gate_up, down), strict=True
-        )
-    )
-    return Stacks(gate_up=one, down=two, gate_up_bias=gate_up_bias, down_bias=down_bias, remember=False)
-
-
-def traced(hidden: Tensor, indices: Tensor, weights: Tensor, stacks: Sequence[Any], mixture: Mixture) -> Tensor:
-    """``compute`` while torch traces it.
-
-    Args:
-        hidden: as of ``compute``.
-        indices: as of ``compute``.
-        weights: as of ``compute``.
-        stacks: of gate_up and then of down the layout's key, the shape, the buffers by name, and the bias.
-        mixture: as of ``compute``.
-    """
-    (key, shape, buffers, bias), (down_key, down_shape, down_buffers, down_bias) = stacks
-    made: Tensor = experts_op(
-        hidden,
-        indices,
-        weights,
-        f"{key};{down_key}",
-        [*shape, *down_shape],
-        f"{','.join(buffers)};{','.join(down_buffers)}",
-        list(buffers.values()),
-        list(down_buffers.values()),
-        bias,
-        down_bias,
-        mixture.activation,
-        mixture.limit,
-        mixture.gate_up_order,
-        mixture.experts,
-        list(mixture.local),
-        mixture.padding,
-    )
-    return made

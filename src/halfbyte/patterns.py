@@ -27,7 +27,17 @@ FUSED: dict[str, tuple[str, ...]] = {
 }
 """Modules that engines run as one, and their parts on disk."""
 
+SIBLINGS: tuple[tuple[str, ...], ...] = (
+    *FUSED.values(),
+    ("query", "key", "value"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("q", "k", "v"),
+    ("wi_0", "wi_1"),
+)
+"""Layers of one parent that get the same input and run here as one product, in the order in which they are joined."""
+
 _PART_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
+_CROSS = re.compile(r"cross|encoder_attn|EncDec", re.IGNORECASE)
 _EMBEDDINGS = {"wte", "wpe", "shared", "relative_attention_bias"}
 _HEADS = {"lm_head", "embed_out", "output_layer", "score", "classifier"}
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
@@ -41,6 +51,11 @@ def fused_group(name: str) -> tuple[str, str] | None:
     parent, _, last = name.rpartition(".")
     fused = _PART_OF.get(last)
     return (f"{parent}.{fused}", last) if fused else None
+
+
+def has_two_inputs(parent: str) -> bool:
+    """Whether keys and values of the attention ``parent`` come from another input than queries, by its usual names."""
+    return _CROSS.search(parent.rpartition(".")[2]) is not None
 
 
 def module_class(name: str, ndim: int) -> str | None:
@@ -111,10 +126,12 @@ class Patterns:
     """Patterns, prepared to be asked about many modules: ten thousand cost as much as one, regular expressions apart.
 
     Raises:
-        UsageError: a regular expression that does not compile.
+        UsageError: a regular expression that does not compile, or one string, whose letters would be patterns.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
+        if isinstance(patterns, str):
+            raise UsageError("patterns are a list", got=repr(patterns), expected=repr([patterns]))
         self.patterns = list(dict.fromkeys(p.removesuffix(".weight") for p in patterns))
         self._used: set[int] = set()
         self._number = {pattern: i for i, pattern in enumerate(self.patterns)}

@@ -10,20 +10,16 @@ from typing import Any, Final, Literal
 
 from halfbyte.experts import GATE_UP, numbered, spelled
 from halfbyte.modules import Module, fp8_granularity
-from halfbyte.patterns import FUSED, is_head, is_router, module_class
+from halfbyte.patterns import FUSED, SIBLINGS, has_two_inputs, is_head, is_router, module_class
 from halfbyte.stored import DTYPE_BITS
 
 Role = Literal["linear", "experts", "router", "head", "embedding", "vision", "other"]
 
 _NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 _TOWERS: Final = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|\w*tower|multi_modal_projector)(\.|$)")
-SIBLINGS: Final = (*FUSED.values(), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
-"""Layers of one parent that get the same input and run as one product, in the order in which they are joined."""
 PARTS: Final = {part: group for group in SIBLINGS for part in group}
-"""Each of those layers, and its group."""
+"""Each layer of ``SIBLINGS``, and its group."""
 _GATE_UP: Final = FUSED["gate_up_proj"]
-_CROSS: Final = re.compile(r"cross|encoder_attn|EncDec", re.IGNORECASE)
-"""Parents whose keys and values come from another input than the queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +117,7 @@ def _fused(modules: list[Module]) -> Iterator[Product]:
     groups: dict[tuple[str, tuple[str, ...]], dict[str, Product]] = defaultdict(dict)
     for module in modules:
         parent, _, last = module.name.rpartition(".")
-        own = () if _CROSS.search(parent.rpartition(".")[2]) else PARTS.get(last, ())
+        own = () if has_two_inputs(parent) else PARTS.get(last, ())
         groups[(parent, own) if own else (module.name, own)][last] = _product(module)
     for (_, group), parts in groups.items():
         yield from _joined(parts, group) if group else parts.values()

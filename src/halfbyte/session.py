@@ -189,7 +189,9 @@ class Session:
         """The tokens of a prompt, in the tokenizer's chat template if it has one and ``chat``.
 
         Raises:
-            UsageError: an empty prompt, one that is not Unicode, or a system prompt that the template does not take.
+            UsageError: an empty prompt, one that is not Unicode, a system prompt without a template, or a template
+                that fails.
+            MissingExtraError: a template, and no jinja2.
         """
         if not prompt.strip():
             raise UsageError("the prompt is empty")

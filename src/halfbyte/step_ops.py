@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError
-from halfbyte.kernels import AddNormArgs, AttendArgs, ChainArgs, DenseArgs, GateArgs, GatedArgs, PickArgs, select
+from halfbyte.kernels import AddNormArgs, AttendArgs, DenseArgs, GateArgs, GatedArgs, PickArgs, select
 from halfbyte.kernels.base import ALIGNED
 from halfbyte.layouts import Packed
 from halfbyte.operands import contiguous
 from halfbyte.remembered import forced_name, keep, on_tensors
 
-__all__ = ["add_norm", "attend", "chain", "dense", "gate", "gated", "pick"]
+__all__ = ["add_norm", "attend", "dense", "gate", "gated", "pick"]
 
 _known: Final[dict[Any, Callable[..., None]]] = {}
 """What runs on calls of one key."""
@@ -111,82 +111,6 @@ def attend(
         run = _known[key] = _bound(args)
     run(qkv, cos, sin, positions, keys, values, q_norm, k_norm, eps, scale, out)
     return out
-
-
-def chain(
-    residual: Tensor,
-    attended: Tensor,
-    o: Packed,
-    norm1: Tensor,
-    eps: float,
-    gate_up: Packed,
-    down: Packed,
-    norm2: Tensor | None = None,
-    qkv_next: Packed | None = None,
-    *,
-    activation: str,
-    eps2: float | None = None,
-    o_bias: Tensor | None = None,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    qkv_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """All of a decoder layer that is between two attentions, the next layer's q, k and v too.
-
-    It is ``linear``, ``add_norm`` and ``gate`` one after the other.
-
-    Args:
-        residual: (M, H) float32, bfloat16 or float16: the residual stream ahead of the attention.
-        attended: (M, A) of the same dtype.
-        o: (H, A).
-        norm1: (H,) of that dtype, of the norm ahead of gate_up.
-        eps: of that norm.
-        gate_up: (2 I, H), the rows of the gate, then those of up.
-        down: (H, I).
-        norm2: (H,), of the norm ahead of the next layer's attention; None behind the last layer.
-        qkv_next: (N, H), of the next layer; None behind the last one.
-        activation: "silu", "gelu", "gelu_tanh" or "relu2".
-        eps2: of the second norm; by default ``eps``.
-        o_bias: (H,), as the other biases float32, bfloat16 or float16.
-        gate_up_bias: (2 I,).
-        down_bias: (H,).
-        qkv_bias: (N,).
-
-    Returns:
-        (M, H) the residual stream behind the layer, and (M, N) the next layer's q, k and v or None.
-
-    Raises:
-        UsageError: tensors that do not fit each other, or one of norm2 and qkv_next alone.
-        NoKernelError: HALFBYTE_KERNEL names a kernel that declines.
-    """
-    if (norm2 is None) is not (qkv_next is None):
-        raise UsageError("norm2 and qkv_next come together", got="one of them")
-    weights: tuple[Packed, ...] = (o, gate_up, down)
-    biases: tuple[Tensor | None, ...] = (o_bias, gate_up_bias, down_bias)
-    norms: tuple[Tensor, ...] = (norm1,)
-    total, qkv = torch.empty_like(residual, memory_format=torch.contiguous_format), None
-    if norm2 is not None and qkv_next is not None:
-        weights, biases, norms = (*weights, qkv_next), (*biases, qkv_bias), (norm1, norm2)
-        qkv = torch.empty((len(residual), qkv_next.shape[0]), dtype=residual.dtype, device=residual.device)
-    args = ChainArgs(
-        residual=residual.contiguous(),
-        attended=attended.contiguous(),
-        weights=weights,
-        biases=biases,
-        norms=norms,
-        eps=(eps, eps if eps2 is None else eps2)[: len(norms)],
-        activation=activation,
-        total=total,
-        qkv=qkv,
-    )
-    if len(residual):
-        call = args.call()
-        key = "chain", call, forced_name()
-        run = _known.get(key)
-        if run is None:
-            run = _known[key] = select(ChainArgs, call).run
-        run(args)
-    return total, qkv
 
 
 def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

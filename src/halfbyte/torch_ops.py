@@ -20,6 +20,8 @@ from halfbyte.layouts import Packed, parse
 from halfbyte.operands import DTYPES, check_arrays, checked_dtype
 
 _memos = WeakIdKeyDictionary()
+FP8 = "fp8"
+"""Stands for the layout where the weight is an Fp8Weight."""
 
 
 @torch.library.custom_op("halfbyte::linear", mutates_args=())
@@ -65,14 +67,14 @@ def _shape_of_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    _checked(x, layout, n, k, names, buffers, bias)
+    if layout == FP8:
+        _twin(x, names, buffers, bias)
+    else:
+        _checked(x, layout, n, k, names, buffers, bias)
     return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
 
 
 linear_op.register_fake(_shape_of_linear)
-
-FP8 = "fp8"
-"""Stands for the layout where the weight is an Fp8Weight."""
 
 
 @torch.library.custom_op("halfbyte::linear_fp8", mutates_args=())
@@ -118,24 +120,7 @@ def linear_fp8_op(
     return result
 
 
-def _shape_of_linear_fp8(
-    x: Tensor,
-    layout: str,
-    n: int,
-    k: int,
-    names: str,
-    buffers: list[Tensor],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    if layout == FP8:
-        _twin(x, names, buffers, bias)
-    else:
-        _checked(x, layout, n, k, names, buffers, bias)
-    return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
-
-
-linear_fp8_op.register_fake(_shape_of_linear_fp8)
+linear_fp8_op.register_fake(_shape_of_linear)
 
 
 @torch.library.custom_op("halfbyte::linear_int8", mutates_args=())
@@ -220,7 +205,7 @@ def traced(
 
 
 def traced_twin(x: Tensor, twin: Fp8Weight, bias: Tensor | None, out_dtype: Any) -> Tensor:
-    """``linear`` with an Fp8Weight while torch traces it; the weight's shape is (N, K)."""
+    """``linear`` with an Fp8Weight (N, K) while torch traces it; UsageError where it has a scale for each block."""
     if twin.block is not None:
         raise UsageError("no kernel takes an FP8 weight with a scale for each block", got=twin.block)
     every = {"data": twin.data, "scale": twin.scale, "pre_scale": twin.pre_scale}

@@ -172,3 +172,8 @@ def test_classes(name, ndim, cls):
 )
 def test_routers(name, expected):
     assert is_router(name) is expected
+
+
+def test_one_string_is_not_taken_for_a_pattern_of_each_letter():
+    with pytest.raises(UsageError, match=r"patterns are a list: got 'a\.\*', expected \['a\.\*'\]"):
+        Patterns("a.*")

@@ -309,6 +309,20 @@ class TestForms:
             ("model.norm", 1, 64),
         ]
 
+    def test_products_of_one_input(self, tmp_path):
+        weight, base = nvfp4(32, 32), "decoder.block.0.layer"
+        names = [f"{base}.{i}.{parent}.{part}" for i, parent in enumerate(("SelfAttention", "EncDecAttention"))
+                 for part in "qkv"]  # fmt: skip
+        names += [f"{base}.2.DenseReluDense.wi_{i}" for i in range(2)]
+        change = {key: tensor for name in names for key, tensor in named("modelopt", name, weight).items()}
+        with halfbyte.open(make_dense(tmp_path / "a", change=change)) as checkpoint:
+            found = {one.name: one.shape for one in products(checkpoint.modules) if one.name.startswith("decoder")}
+        assert found == {
+            **{f"decoder.block.*.layer.*.EncDecAttention.{part}": (32, 32) for part in "qkv"},
+            "decoder.block.*.layer.*.SelfAttention.q+k+v": (96, 32),
+            "decoder.block.*.layer.*.DenseReluDense.wi_0+wi_1": (64, 32),
+        }
+
 
 class TestCommand:
     @pytest.mark.parametrize("name", GOLDENS)

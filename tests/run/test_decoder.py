@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from decoder_models import FAMILIES, ids, swap, tiny
 from halfbyte import nn
-from halfbyte.decoder import Decoder, families
+from halfbyte.decoder import Decoder, product
 from halfbyte.decoder.step import State, logits_of
 from halfbyte.errors import UsageError
 
@@ -43,14 +43,6 @@ class TestSteps:
             expected = model(tokens).logits
             got = stepped(Decoder.of(model), tokens)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-    def test_chained(self, family):
-        decoder, tokens = Decoder.of(swap(tiny(family), fuse=True)), ids(2, 5)
-        chains = [
-            layer.chains(behind) for layer, behind in zip(decoder.layers, [*decoder.layers[1:], None], strict=True)
-        ]
-        assert chains == [family != "qwen3_moe"] * 3
-        assert torch.equal(stepped(decoder, tokens, chained=True), stepped(decoder, tokens, chained=False))
 
     def test_bfloat16(self, family):
         model, tokens = tiny(family, dtype=torch.bfloat16), ids(2, 9)
@@ -140,7 +132,7 @@ class TestFuseDense:
             rows.append(weight.shape[0])
             return torch.nn.functional.linear(x, weight, bias)
 
-        monkeypatch.setattr(families, "dense", linear)
+        monkeypatch.setattr(product, "dense", linear)
         model = tiny("llama", num_hidden_layers=1)
         with torch.no_grad():
             stepped(Decoder.of(model), ids(1, 1))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import pytest
 import torch
 
@@ -153,11 +156,17 @@ class TestSampling:
             ({"top_k": 0}, "top_k is a number from 1 on: got 0"),
             ({"top_p": 0.0}, "top_p is above 0 and at most 1: got 0.0"),
             ({"top_p": 1.5}, "top_p is above 0 and at most 1: got 1.5"),
+            ({"top_k": 2.5}, "top_k is not a number that it can be: got 2.5"),
+            ({"temperature": "1"}, "temperature is not a number that it can be: got '1'"),
+            ({"seed": 1.5}, "seed is not a whole number: got 1.5"),
+            ({"stop": ["1"]}, "a token of stop is not a whole number: got '1'"),
+            ({"stop": 1}, "stop is a sequence of tokens: got 1"),
+            ({"max_new_tokens": 2.5}, "max_new_tokens is not a whole number: got 2.5"),
         ],
     )
     def test_refused(self, wrong, says):
         with pytest.raises(UsageError, match=says):
-            generate(tiny("llama"), [[1]], max_new_tokens=2, **wrong)
+            generate(tiny("llama"), [[1]], **{"max_new_tokens": 2} | wrong)
 
 
 class TestKept:
@@ -179,6 +188,42 @@ class TestKept:
         model, prompt = tiny("llama"), ids(3).tolist()
         generate(model, ids(1, 30), max_new_tokens=NEW)
         assert generate(model, [prompt], max_new_tokens=NEW).tokens == [theirs(model, prompt, NEW)]
+
+    def test_a_call_from_within_another_changes_nothing(self):
+        model, prompts = tiny("llama"), [ids(5, seed=seed).tolist() for seed in range(2)]
+        wanted = [generate(model, [prompt], max_new_tokens=NEW).tokens for prompt in prompts]
+        inner = []
+        outer = generate(
+            model,
+            prompts[:1],
+            max_new_tokens=NEW,
+            stream=lambda row, token: inner.append(generate(model, prompts[1:], max_new_tokens=NEW).tokens),
+        )
+        assert outer.tokens == wanted[0]
+        assert inner == [wanted[1]] * NEW
+
+    def test_threads_do_not_share_a_cache(self):
+        model, prompts = swap(tiny("llama"), fuse=True), [ids(5, seed=seed).tolist() for seed in range(4)]
+        wanted = [generate(model, [prompt], max_new_tokens=NEW).tokens for prompt in prompts]
+        with ThreadPoolExecutor(4) as pool:
+            got = pool.map(lambda prompt: generate(model, [prompt], max_new_tokens=NEW).tokens, prompts)
+            assert [*got] == wanted
+        assert len(Decoder.of(model).runners) <= 2
+
+    def test_a_stream_that_raises_does_no_harm(self):
+        def stream(row, token):
+            raise RuntimeError("enough")
+
+        model, prompt = tiny("llama"), ids(5).tolist()
+        with pytest.raises(RuntimeError, match="enough"):
+            generate(model, [prompt], max_new_tokens=NEW, stream=stream)
+        assert generate(model, [prompt], max_new_tokens=NEW).tokens == [theirs(model, prompt, NEW)]
+
+    def test_a_cache_made_in_inference_mode_serves_outside(self):
+        model, prompt = tiny("llama"), ids(5).tolist()
+        with torch.inference_mode():
+            inside = generate(model, [prompt], max_new_tokens=NEW).tokens
+        assert generate(model, [prompt], max_new_tokens=NEW).tokens == inside == [theirs(model, prompt, NEW)]
 
 
 class TestWhole:
@@ -222,11 +267,27 @@ class TestRefused:
             ([[1]], 0, "max_new_tokens is a number from 1 on: got 0"),
             ([[1, 2], [3, VOCABULARY]], 2, r"no token has this number at \[1, 1\]: got 97, expected 0..96"),
             ([[-1]], 2, r"no token has this number at \[0, 0\]: got -1"),
+            (["12"], 2, "a prompt is a sequence of tokens: got '12'"),
+            ("12", 2, "prompts are sequences of tokens, one for each text: got '12'"),
+            ([1, 2], 2, "a prompt is a sequence of tokens: got 1"),
+            ([[1.5]], 2, "a token of a prompt is not a whole number: got 1.5"),
+            (torch.tensor([1, 2]), 2, "a prompt is a sequence of tokens: got 1"),
         ],
     )
     def test_prompts(self, prompts, new, says):
         with pytest.raises(UsageError, match=says):
             generate(tiny("llama"), prompts, max_new_tokens=new)
+
+    def test_models_that_do_not_continue_texts(self):
+        for model in (tiny("llama").model, torch.nn.Linear(2, 2)):
+            with pytest.raises(UsageError, match=f"does not continue texts: got {type(model).__name__}"):
+                generate(model, [[1]], max_new_tokens=2)
+
+    @pytest.mark.parametrize("kind", [list, torch.tensor, np.array, set])
+    def test_stop_tokens_of_each_kind_stop(self, kind):
+        model, prompt = tiny("llama"), ids(5).tolist()
+        text = generate(model, [prompt], max_new_tokens=NEW).tokens[0]
+        assert generate(model, [prompt], max_new_tokens=NEW, stop=kind([text[2]])).tokens[0] == text[:3]
 
     def test_a_graph_on_a_cpu(self):
         with pytest.raises(UsageError, match="a CUDA graph needs a model on a GPU: got cpu"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 import transformers as tf
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import halfbyte
 from checkpoints import (
@@ -35,7 +37,7 @@ from checkpoints import (
     tensors_of,
     write_json,
 )
-from halfbyte.errors import LayoutError, UsageError
+from halfbyte.errors import FormatError, LayoutError, UsageError
 from halfbyte.hf import LoadReport, filling, from_pretrained
 from halfbyte.nn import Embedding, Experts, Fp8Linear, Linear, Part, TiedLinear, weights_of
 from halfbyte.weight import DenseWeight, to_torch
@@ -379,3 +381,25 @@ class TestExperts:
     def test_an_unknown_activation(self, tmp_path):
         with pytest.raises(UsageError, match=rf"{EXPERTS}.0.*the activation Tanh is not known"):
             from_pretrained(moe_checkpoint(tmp_path / "a", config={"hidden_act": "tanh"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [("modelopt_llama_w4a16", "weight_scale_2"), ("modelopt_llama_mixed_fp8_nvfp4_tied", "weight_scale")],
+)
+def test_a_negative_scale_is_refused(name, scale, tmp_path):
+    source = next(path for path in GOLDENS.values() if path.name == name)
+    shutil.copytree(source, tmp_path / "a")
+    tensors = load_file(source / "model.safetensors")
+    of = f"model.layers.0.self_attn.q_proj.{scale}"
+    save_file(tensors | {of: -tensors[of]}, tmp_path / "a" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FormatError, match=f"{of}: .* is negative"):
+        from_pretrained(tmp_path / "a")
+
+
+def test_a_config_that_names_what_is_no_model(tmp_path):
+    source = next(path for path in GOLDENS.values() if path.name == "modelopt_llama_w4a16")
+    shutil.copytree(source, tmp_path / "a")
+    file = tmp_path / "a" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["AutoTokenizer", "logging"]}))
+    assert type(from_pretrained(tmp_path / "a")).__name__ == "LlamaForCausalLM"

@@ -421,3 +421,26 @@ class TestOnAGpu:
         assert torch.allclose(found, expected, atol=0.05)
         model.save_pretrained(tmp_path / "saved")
         assert not any(name.startswith("lm_head") for name in tensors_of(tmp_path / "saved"))
+
+
+class TestTargets:
+    def test_the_working_directory_is_not_replaced(self, quantized, tmp_path, monkeypatch):
+        (tmp_path / "in").mkdir()
+        monkeypatch.chdir(tmp_path / "in")
+        for path in (".", "", "..", "/"):
+            with pytest.raises(TargetError, match="the working directory is, or lies in, the target"):
+                quantized.save_pretrained(path)
+        assert names_in(tmp_path / "in") == []
+        quantized.save_pretrained("saved")
+        assert (tmp_path / "in" / "saved" / "config.json").is_file()
+
+    def test_below_a_file(self, quantized, tmp_path):
+        (tmp_path / "file").write_text("x")
+        with pytest.raises(TargetError, match="cannot make the directory"):
+            quantized.save_pretrained(tmp_path / "file" / "saved")
+
+    @pytest.mark.parametrize("size", [0, -1, None])
+    def test_sizes_of_shards_that_cannot_be(self, quantized, size, tmp_path):
+        with pytest.raises(UsageError, match="not a size"):
+            quantized.save_pretrained(tmp_path / "saved", max_shard_size=size)
+        assert not (tmp_path / "saved").exists()

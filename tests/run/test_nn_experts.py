@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import halfbyte as hb
 from gpu_codecs import needs_gpu, needs_triton
-from halfbyte import expert_ops
+from halfbyte import expert_ops, torch_experts
 from halfbyte.errors import UsageError, WeightError
-from halfbyte.expert_ops import experts_op, traced
 from halfbyte.nn import Experts, weights_of
+from halfbyte.torch_experts import experts_op, traced
 from halfbyte.weight import Weight
 
 E, H, N, TOP = 5, 32, 16, 2
@@ -387,7 +387,7 @@ class TestAsAModule:
 
     def test_opcheck(self, monkeypatch):
         experts, given, seen = Experts.of(layers(), limit=7.0, padding=True), routed(3), []
-        monkeypatch.setattr(expert_ops, "experts_op", lambda *a: seen.append(a))
+        monkeypatch.setattr(torch_experts, "experts_op", lambda *a: seen.append(a))
         held = [(s._key, s.shape, s.held(), None) for s in (experts.gate_up, experts.down)]
         traced(*given, held, experts.mixture)
         torch.library.opcheck(experts_op, seen[0])

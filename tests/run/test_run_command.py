@@ -15,7 +15,7 @@ import torch
 
 import halfbyte
 from checkpoints import GOLDENS, call, check_failure, command_line, copy_golden, environment, read_json, write_json
-from halfbyte import model_bench, products, timing
+from halfbyte import model_bench, timing
 from halfbyte.errors import FormatError, UnavailableError, UsageError
 from halfbyte.session import Answer, Session, Words
 from halfbyte.tools.plan import plan
@@ -438,12 +438,6 @@ def test_the_best_of_ten_reads(monkeypatch):
 
 def test_json_has_no_nan(tiny):
     json.loads(call("run", tiny, "w3", "-n", 1, "--json", "--device", "cpu").stdout, parse_constant=pytest.fail)
-
-
-def test_plans_join_what_loading_joins():
-    from halfbyte.hf import fusing
-
-    assert fusing.SIBLINGS == products.SIBLINGS
 
 
 @pytest.mark.parametrize("name", GOLDENS)

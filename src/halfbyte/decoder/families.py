@@ -18,13 +18,10 @@ try:
     import torch
     from torch import Tensor
     from torch.nn import Module
-    from torch.nn.functional import linear as dense_linear
 except ImportError:
     raise MissingExtraError("torch", "torch", "halfbyte.generate") from None
 
-from halfbyte import nn, ops
-from halfbyte.layouts import Packed
-from halfbyte.step_ops import dense
+from halfbyte.decoder.product import Product, join, product
 
 FAMILIES: Final = (
     "LlamaForCausalLM",
@@ -37,25 +34,6 @@ ROTATIONS: Final = ("default", "linear", "llama3", "yarn")
 """Types of rope whose angles depend on the position alone."""
 ACTIVATIONS: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 """Transformers' name of an activation -> that of ``gate``."""
-
-
-@dataclass(frozen=True, eq=False)
-class Product:
-    """What takes (M, K) to (M, N); calling it does so.
-
-    Attributes:
-        run: the function.
-        packed: the weight, where it is NVFP4 and the result exact and of the dtype of x; else None.
-        bias: beside it.
-    """
-
-    run: Callable[[Tensor], Tensor]
-    packed: Packed | None = None
-    bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(M, K) to (M, N)."""
-        return self.run(x)
 
 
 @dataclass(frozen=True)
@@ -91,11 +69,6 @@ class Layer:
     gate_up: Product | None
     down: Product
 
-    def chains(self, behind: Layer | None) -> bool:
-        """Whether all its products between two attentions, with the next layer's qkv, have NVFP4 weights."""
-        products = [self.o, self.gate_up, self.down, *([] if behind is None else [behind.qkv])]
-        return all(product is not None and product.packed is not None for product in products)
-
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
@@ -104,13 +77,19 @@ class Decoder:
     Attributes:
         family: such as "LlamaForCausalLM".
         embed: (M,) numbers of tokens to (M, H).
+        layers: in their order.
+        norm: behind the last layer.
         head: (M, H) to (M, V).
         heads, kv_heads, dim: Hq, Hkv and D.
         scale: of the products of queries and keys.
         activation: of the mlp, by its name in ``gate``.
         longest: positions that the model's config allows.
+        vocabulary: how many tokens there are.
         device, dtype: of the activations.
-        capturable: None, or why a CUDA graph cannot hold a step.
+        read: bytes that a step reads.
+        rotary: the module of the angles.
+        seen: what tells that the model is still the one that was taken apart.
+        runners: caches and graphs that ``generate`` keeps.
     """
 
     family: str
@@ -149,7 +128,7 @@ class Decoder:
             raise UsageError(f"this model cannot be taken apart: {reason}", got=type(model).__name__)
         if fuse_dense:
             for modules in _neighbours(model):
-                _join(modules)
+                join(modules)
         seen = _seen(model)
         known = _decoders.get(model)
         if known is None or known.seen != seen:
@@ -159,11 +138,11 @@ class Decoder:
     def bytes_per_step(self, batch: int, context: int) -> int:
         """What one step must read: weights, norms, the head, rows of the embedding, and keys and values.
 
+        Of a mixture of experts, those that B tokens can choose at most.
+
         Args:
             batch: B.
             context: positions that attention reads for each of the B.
-
-        Of a mixture of experts, those that B tokens can choose at most.
         """
         cached = 0
         for layer in self.layers:
@@ -233,7 +212,7 @@ def _take_apart(model: Module, seen: tuple[Any, ...]) -> Decoder:
     used = list(inner.layers[: config.num_hidden_layers])
     embedding = inner.embed_tokens
     head: Any = model.lm_head
-    row = sum(tensor.nbytes for tensor in _own(embedding)) // config.vocab_size
+    row = sum(tensor.nbytes for tensor in _tensors(embedding)) // config.vocab_size
     return Decoder(
         family=type(model).__name__,
         embed=_rows(embedding),
@@ -293,46 +272,6 @@ def _whole(mlp: Module) -> Product:
     return Product(run)
 
 
-def product(modules: Sequence[Any]) -> Product:
-    """One function for linear layers that have the same input: their results side by side."""
-    if len(modules) > 1:
-        if all(type(module) is torch.nn.Linear for module in modules):
-            weight = _joint([module.weight for module in modules])
-            biases = [module.bias for module in modules]
-            bias = None if biases[0] is None else _joint(biases)
-            if weight is not None and (bias is not None) == any(b is not None for b in biases):
-                return _dense(weight, bias)
-        group = _group(modules)
-        if group is not None:
-            return product([group])
-        parts = [product([module]) for module in modules]
-        return Product(lambda x: torch.cat([part(x) for part in parts], -1))
-    (module,) = modules
-    if type(module) is torch.nn.Linear:
-        return _dense(module.weight.detach(), None if module.bias is None else module.bias.detach())
-    if isinstance(module, nn.Linear | nn.TiedLinear):
-        packed, bias = module.packed, getattr(module, "bias", None)
-        to, precision = module.out_dtype, module.precision
-        plain = to is None and precision in (None, "exact")
-        return Product(
-            lambda x: ops.linear(x, packed, bias, out_dtype=to, precision=precision), packed if plain else None, bias
-        )
-    return Product(module)
-
-
-def _group(modules: Sequence[Any]) -> nn.Group | None:
-    """The group whose parts the modules are, all of them in their order; or None."""
-    group: nn.Group | None = getattr(modules[0], "group", None)
-    places = [(getattr(module, "group", None), getattr(module, "index", None)) for module in modules]
-    return group if group is not None and places == [(group, i) for i in range(len(group.sizes))] else None
-
-
-def _dense(weight: Tensor, bias: Tensor | None) -> Product:
-    if weight.device.type == "cpu":
-        return Product(lambda x: dense(x, weight, bias))
-    return Product(lambda x: dense_linear(x, weight, bias))
-
-
 def _neighbours(model: Module) -> Iterator[list[Any]]:
     """The linear layers of a model that have the same input."""
     inner: Any = model.model
@@ -342,45 +281,9 @@ def _neighbours(model: Module) -> Iterator[list[Any]]:
             yield [layer.mlp.gate_proj, layer.mlp.up_proj]
 
 
-def _join(modules: list[Any]) -> None:
-    """Make the weights of dense layers views of one tensor, if they are not, and so their biases."""
-    if not all(type(module) is torch.nn.Linear for module in modules):
-        return
-    for name in ("weight", "bias"):
-        sources = [getattr(module, name) for module in modules]
-        if any(source is None for source in sources) or _joint(sources) is not None:
-            continue
-        joint = torch.cat([source.detach() for source in sources])
-        views = torch.split(joint, [source.shape[0] for source in sources])
-        for module, view, source in zip(modules, views, sources, strict=True):
-            setattr(module, name, torch.nn.Parameter(view, requires_grad=source.requires_grad))
-
-
-def _joint(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """One tensor of all rows, where the tensors lie one after the other in one storage; else None."""
-    end: int | None = None
-    first = tensors[0]
-    for tensor in tensors:
-        if tensor is None or first is None or not tensor.is_contiguous() or tensor.dtype != first.dtype:
-            return None
-        if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return None
-        if end is not None and tensor.data_ptr() != end:
-            return None
-        end = tensor.data_ptr() + tensor.nbytes
-    assert first is not None
-    rows = sum(tensor.shape[0] for tensor in tensors if tensor is not None)
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
-
-
-def _own(module: Module) -> Iterator[Tensor]:
+def _tensors(module: Module) -> Iterator[Tensor]:
     yield from module.parameters()
     yield from module.buffers()
-
-
-def _tensors(model: Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _seen(model: Module) -> tuple[Any, ...]:
@@ -398,9 +301,9 @@ def _read(modules: Sequence[Module], row: int) -> _Read:
         for module in top.modules():
             experts, gate = getattr(module, "experts", None), getattr(module, "gate", None)
             if isinstance(experts, Module) and isinstance(gate, Module):
-                held = list(_own(experts))
+                held = list(_tensors(experts))
                 apart |= {id(tensor) for tensor in held}
                 count, chosen = int(gate.num_experts), int(gate.top_k)  # type: ignore[arg-type]
                 stacks.append((sum(tensor.nbytes for tensor in held), count, chosen))
-        weights |= {id(tensor): tensor.nbytes for tensor in _own(top) if id(tensor) not in apart}
+        weights |= {id(tensor): tensor.nbytes for tensor in _tensors(top) if id(tensor) not in apart}
     return _Read(sum(weights.values()), row, tuple(stacks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -98,12 +99,17 @@ def generate(
             cannot be.
     """
     sampling = Sampling(temperature, top_k, top_p)
-    rows = _checked(prompts, max_new_tokens)
+    rows = _checked(prompts)
+    max_new_tokens = _whole_number("max_new_tokens", max_new_tokens)
+    if max_new_tokens < 1:
+        raise UsageError("max_new_tokens is a number from 1 on", got=max_new_tokens)
+    ends = frozenset(_numbers("stop", stop))
+    seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else _whole_number("seed", seed) % 2**64
+    _refuse_other_models(model)
     reason = why_not(model)
     if reason is not None and graph:
         raise UsageError("no CUDA graph holds this model's step", got=reason)
-    seed = int(torch.randint(2**62, ())) if seed is None else seed
-    text = _Text(len(rows), frozenset(stop), stream)
+    text = _Text(len(rows), ends, stream)
     with torch.no_grad():
         if reason is not None:
             times = whole.run(model, rows, max_new_tokens, sampling, seed, text.take)
@@ -133,7 +139,24 @@ def _generate(
     longest = max(map(len, rows))
     _check_range(rows, longest + new - 1, decoder)
     begin = time.perf_counter()
-    runner, how = _runner(decoder, len(rows), longest + new - 1, sampling, graph)
+    key, runner, how = _runner(decoder, len(rows), longest + new - 1, sampling, graph)
+    try:
+        return _run(decoder, model, runner, rows, new, seed, text, begin, how)
+    finally:
+        _keep(decoder, key, runner, how)
+
+
+def _run(
+    decoder: Decoder,
+    model: Module,
+    runner: Runner,
+    rows: list[list[int]],
+    new: int,
+    seed: int,
+    text: _Text,
+    begin: float,
+    how: str,
+) -> Generated:
     ready = time.perf_counter()
     runner.begin(seed)
     runner.choose(_prefill(decoder, model, runner, rows), torch.tensor([len(row) for row in rows]))
@@ -159,29 +182,40 @@ def _generate(
     )
 
 
-def _runner(decoder: Decoder, batch: int, length: int, sampling: Sampling, graph: bool | None) -> tuple[Runner, str]:
-    """A kept runner, or a new one; and what it does in words."""
+def _runner(decoder: Decoder, batch: int, length: int, sampling: Sampling, graph: bool | None) -> tuple[Any, ...]:
+    """A kept runner, or a new one, with its key and what it does in words; nobody else finds it until it is kept."""
     cuda = decoder.device.type == "cuda"
     if graph and not cuda:
         raise UsageError("a CUDA graph needs a model on a GPU", got=str(decoder.device))
     length = -(-length // _ROUND) * _ROUND
     wanted = cuda if graph is None else graph
-    runners = decoder.runners
-    for key, kept in list(runners.items()):
+    for key in list(decoder.runners):
         if key[:3] == (batch, sampling, wanted) and length <= key[3] <= 2 * length:
-            runners[key] = runners.pop(key)
-            found: tuple[Runner, str] = kept
-            return found
-    while len(runners) >= _KEPT:
-        del runners[next(iter(runners))]
-    made = Runner(decoder, batch, length, sampling, graph=wanted)
+            kept = decoder.runners.pop(key, None)
+            if kept is not None:
+                return key, *kept
+    _drop(decoder, _KEPT - 1)
+    with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be written to by later calls
+        made = Runner(decoder, batch, length, sampling, graph=wanted)
     where = "in a CUDA graph" if wanted else "without a graph" if cuda else "on the CPU"
     how = (
         f"{decoder.family}: fused steps {where}, batch {batch}, "
         f"a cache of {length} positions ({made.state.nbytes / 1e6:.1f} MB)"
     )
-    runners[batch, sampling, wanted, length] = made, how
-    return made, how
+    return (batch, sampling, wanted, length), made, how
+
+
+def _keep(decoder: Decoder, key: Any, runner: Runner, how: str) -> None:
+    """Keep a runner as the last used one."""
+    decoder.runners.pop(key, None)
+    _drop(decoder, _KEPT - 1)
+    decoder.runners[key] = runner, how
+
+
+def _drop(decoder: Decoder, left: int) -> None:
+    """Let go of the runners that were used first, until so many are left."""
+    for key in list(decoder.runners)[: max(len(decoder.runners) - left, 0)]:
+        decoder.runners.pop(key, None)
 
 
 def _prefill(decoder: Decoder, model: Module, runner: Runner, rows: list[list[int]]) -> Tensor:
@@ -228,13 +262,36 @@ class _Text:
         return not self._open.isdisjoint(of)
 
 
-def _checked(prompts: Any, new: int) -> list[list[int]]:
-    if new < 1:
-        raise UsageError("max_new_tokens is a number from 1 on", got=new)
-    rows = prompts.tolist() if isinstance(prompts, Tensor) else [list(map(int, prompt)) for prompt in prompts]
-    if not rows or not all(isinstance(row, list) and row for row in rows):
+def _checked(prompts: Any) -> list[list[int]]:
+    given = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        raise UsageError("prompts are sequences of tokens, one for each text", got=repr(given)[:80])
+    rows = [_numbers("a prompt", prompt) for prompt in given]
+    if not rows or not all(rows):
         raise UsageError("prompts are sequences of at least one token", got=f"lengths {[len(row) for row in rows]}")
     return rows
+
+
+def _numbers(what: str, given: Any) -> list[int]:
+    """Some whole numbers, of any type that stands for one exactly; UsageError for what is no sequence of them."""
+    if not isinstance(given, Iterable) or isinstance(given, str) or getattr(given, "ndim", 1) != 1:
+        raise UsageError(f"{what} is a sequence of tokens", got=repr(given)[:80])
+    return [_whole_number(f"a token of {what}", one) for one in given]
+
+
+def _whole_number(what: str, given: Any) -> int:
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise UsageError(f"{what} is not a whole number", got=repr(given)[:80]) from None
+
+
+def _refuse_other_models(model: Any) -> None:
+    """UsageError for what does not continue a text."""
+    able = getattr(model, "can_generate", None)
+    if able is None or not able() or model.config.is_encoder_decoder:
+        expected = "a model of transformers for causal language modelling"
+        raise UsageError("this model does not continue texts", got=type(model).__name__, expected=expected)
 
 
 def _check_range(rows: list[list[int]], length: int, decoder: Decoder) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from halfbyte.decoder.families import Decoder
 from halfbyte.decoder.sampling import Sampling
 from halfbyte.decoder.step import State, logits_of
-from halfbyte.kernels.cuda.shared import alone
 from halfbyte.step_ops import pick
 
 _WARM: Final = 3
@@ -36,7 +35,6 @@ class Runner:
         sampling: how tokens are chosen.
         graph: whether a CUDA graph holds the step.
         together: steps in a second graph.
-        chained: as for ``State.empty``.
 
     Attributes:
         state: its tensors.
@@ -52,10 +50,9 @@ class Runner:
         *,
         graph: bool,
         together: int = TOGETHER,
-        chained: bool = False,
     ) -> None:
         self.batch, self.length, self.sampling = batch, length, sampling
-        self.state = State.empty(decoder, batch, length, chained=chained)
+        self.state = State.empty(decoder, batch, length)
         self.generator = torch.Generator(decoder.device)
         self._decoder = decoder
         self._runs: dict[int, Callable[[], None]] = {1: self._step}
@@ -65,6 +62,8 @@ class Runner:
         if graph:
             with torch.cuda.device(decoder.device):
                 self._capture(together)
+        else:
+            self._step()  # what it compiles is no part of a text's time
 
     def begin(self, seed: int) -> None:
         """Make ready for the tokens of a new batch: the next row of the log is the first."""
@@ -100,7 +99,7 @@ class Runner:
         sent: list[tuple[int, int]] = []
         while done < count:
             size = most if count - done >= most else 1
-            with alone(self._decoder.device):
+            with torch.cuda.device(self._decoder.device):
                 self._runs[size]()
             sent.append((done + 1, size))
             arrivals.send(*sent[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -29,6 +30,10 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in (("temperature", Real), ("top_k", Integral), ("top_p", Real)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (value is not None or name == "temperature"):
+                raise UsageError(f"{name} is not a number that it can be", got=repr(value)[:80])
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UsageError("temperature is a number from 0 on", got=self.temperature)
         if self.top_k is not None and self.top_k < 1:
@@ -51,7 +56,7 @@ class Sampling:
             return
         scores, ids = logits.float() / self.temperature, None
         if self.top_k is not None or self.top_p is not None:
-            k = scores.shape[-1] if self.top_k is None else min(self.top_k, scores.shape[-1])
+            k = scores.shape[-1] if self.top_k is None else min(int(self.top_k), scores.shape[-1])
             scores, ids = torch.topk(scores, k, sorted=True) if k < scores.shape[-1] else scores.sort(-1, True)
         chances = torch.softmax(scores, -1)
         if self.top_p is not None:

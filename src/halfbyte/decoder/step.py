@@ -10,14 +10,13 @@ On a GPU nothing here waits for the device, and all tensors that last are those 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from halfbyte.decoder.families import Decoder, Layer, Product
-from halfbyte.layouts import Packed
-from halfbyte.step_ops import add_norm, attend, chain, gate, gated
+from halfbyte.decoder.families import Decoder
+from halfbyte.decoder.product import Product
+from halfbyte.step_ops import add_norm, attend, gate, gated
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +29,6 @@ class State:
         log: (T, B) int64, the tokens that were chosen.
         keys, values: (layers, B, Hkv, T, D).
         cos, sin: (T, D) float32.
-        chained: whether all that is between two attentions is one call of ``chain``.
     """
 
     tokens: Tensor
@@ -40,10 +38,9 @@ class State:
     values: Tensor
     cos: Tensor
     sin: Tensor
-    chained: bool
 
     @staticmethod
-    def empty(decoder: Decoder, batch: int, length: int, *, chained: bool = False) -> State:
+    def empty(decoder: Decoder, batch: int, length: int) -> State:
         """For B sequences of at most T tokens."""
         device = decoder.device
         shape = len(decoder.layers), batch, decoder.kv_heads, length, decoder.dim
@@ -56,7 +53,6 @@ class State:
             values=torch.zeros(shape, dtype=decoder.dtype, device=device),
             cos=cos,
             sin=sin,
-            chained=chained,
         )
 
     @property
@@ -72,18 +68,15 @@ class State:
 
 def logits_of(decoder: Decoder, state: State) -> Tensor:
     """Compute ``state.tokens`` at ``state.positions``: their keys and values are cached, their logits (B, V) given."""
-    layers, positions = decoder.layers, state.positions
-    x, residual = decoder.embed(state.tokens), None
-    qkv: Tensor | None = None
-    for i, layer in enumerate(layers):
-        if qkv is None:
-            normed, residual = add_norm(x, residual, layer.before.weight, layer.before.eps)
-            qkv = layer.qkv(normed)
+    x = decoder.embed(state.tokens)
+    residual: Tensor | None = None
+    for i, layer in enumerate(decoder.layers):
+        normed, residual = add_norm(x, residual, layer.before.weight, layer.before.eps)
         mixed = attend(
-            qkv,
+            layer.qkv(normed),
             state.cos,
             state.sin,
-            positions,
+            state.positions,
             state.keys[i],
             state.values[i],
             scale=decoder.scale,
@@ -93,13 +86,8 @@ def logits_of(decoder: Decoder, state: State) -> Tensor:
             window=layer.window,
             settled=True,  # the choice of tokens, and embed, come behind what wrote them
         )
-        behind = layers[i + 1] if i + 1 < len(layers) else None
-        if state.chained and layer.chains(behind):
-            x, qkv = _chain(decoder, layer, behind, residual, mixed)
-            residual = None if qkv is None else x
-        else:
-            normed, residual = add_norm(layer.o(mixed), residual, layer.after.weight, layer.after.eps)
-            x, qkv = layer.down(_gated(layer.gate_up, normed, decoder.activation)), None
+        normed, residual = add_norm(layer.o(mixed), residual, layer.after.weight, layer.after.eps)
+        x = layer.down(_gated(layer.gate_up, normed, decoder.activation))
     normed, _ = add_norm(x, residual, decoder.norm.weight, decoder.norm.eps)
     return decoder.head(normed)
 
@@ -111,28 +99,3 @@ def _gated(gate_up: Product | None, x: Tensor, activation: str) -> Tensor:
     if gate_up.packed is not None and x.is_cuda:
         return gated(x, gate_up.packed, activation, gate_up.bias)
     return gate(gate_up(x), activation)
-
-
-def _chain(
-    decoder: Decoder, layer: Layer, behind: Layer | None, residual: Any, mixed: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """All of a layer behind its attention, and the next layer's qkv."""
-    o, gate_up, down = layer.o, cast("Product", layer.gate_up), layer.down
-    after: dict[str, Any] = {}
-    if behind is not None:
-        after = {"norm2": behind.before.weight, "qkv_next": behind.qkv.packed, "qkv_bias": behind.qkv.bias}
-        after["eps2"] = behind.before.eps
-    return chain(
-        residual,
-        mixed,
-        cast("Packed", o.packed),
-        layer.after.weight,
-        layer.after.eps,
-        cast("Packed", gate_up.packed),
-        cast("Packed", down.packed),
-        activation=decoder.activation,
-        o_bias=o.bias,
-        gate_up_bias=gate_up.bias,
-        down_bias=down.bias,
-        **after,
-    )

@@ -52,6 +52,10 @@ class Chosen:
         paths: in the order of the model, module with chosen weights -> all modules that share them, itself first;
             an experts module has none that share.
         skipped: name -> reason of the other matrices.
+
+    Raises:
+        UsageError: nothing is chosen; or a choice that cannot be: some experts of a module, a weight without the
+            modules that share it, a module with hooks, or the model itself.
     """
 
     def __init__(self, model: Any, include: Patterns, exclude: Patterns) -> None:

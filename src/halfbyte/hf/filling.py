@@ -50,6 +50,10 @@ class Filling:
         checkpoint: its files.
         dtype: of activations.
         options: how.
+
+    Raises:
+        FormatError: a checkpoint that is not sound by its headers.
+        UsageError: a tensor that the model has no place for, or a part of it without data.
     """
 
     def __init__(self, model: Any, checkpoint: Checkpoint, dtype: Any, options: Options) -> None:

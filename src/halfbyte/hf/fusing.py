@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -11,19 +10,8 @@ import torch
 from halfbyte import gpu
 from halfbyte.layouts import Fragments, Layout, Packed, Rows, parse
 from halfbyte.nn import Experts
-from halfbyte.patterns import FUSED
+from halfbyte.patterns import SIBLINGS, has_two_inputs
 from halfbyte.weight import Weight, dtype_name
-
-SIBLINGS: Final = (
-    *FUSED.values(),
-    ("query", "key", "value"),
-    ("q_lin", "k_lin", "v_lin"),
-    ("q", "k", "v"),
-    ("wi_0", "wi_1"),
-)
-"""Layers of one parent that get the same input, in the order in which they are joined."""
-_CROSS: Final = re.compile(r"cross|encoder_attn|EncDec", re.IGNORECASE)
-"""Parents whose keys and values come from another input than the queries."""
 
 ACTIVATIONS: Final = {
     "SiLU": "silu",
@@ -44,7 +32,7 @@ def siblings(paths: Iterable[str]) -> Iterator[tuple[str, ...]]:
         parent, _, last = path.rpartition(".")
         for names in SIBLINGS:
             group = tuple(f"{parent}.{name}" if parent else name for name in names)
-            if last == names[0] and known.keys() >= set(group) and not _CROSS.search(parent.rpartition(".")[2]):
+            if last == names[0] and known.keys() >= set(group) and not has_two_inputs(parent):
                 yield group
 
 

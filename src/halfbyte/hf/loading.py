@@ -112,8 +112,8 @@ def _config(folder: Path, trusted: dict[str, Any]) -> Any:
 def _class_of(config: Any) -> Any:
     """The class of transformers that a config names."""
     for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if found is not None:
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
         getattr(config, "auto_map", None) or {}

@@ -11,11 +11,10 @@ from typing import Any, Final
 import torch
 
 from halfbyte.checkpoint.reader import Checkpoint
-from halfbyte.errors import UsageError
+from halfbyte.errors import UsageError, few
 from halfbyte.experts import SPELLED, expand, numbered
 from halfbyte.hf.fusing import experts_refusal, siblings
 from halfbyte.hf.names import Names
-from halfbyte.hf.report import few
 from halfbyte.modules import Module, refuse_broken
 from halfbyte.stored import Stored
 

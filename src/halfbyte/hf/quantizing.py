@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from halfbyte import gpu
 from halfbyte.errors import HalfbyteError, QuantizeError, UsageError
 from halfbyte.hf.choosing import STACKS, Chosen, Matrix
-from halfbyte.hf.fusing import default_layout, experts_of, packed_for, siblings
+from halfbyte.hf.fusing import experts_of, packed_for, siblings
 from halfbyte.hf.quantizer import mark
 from halfbyte.hf.report import QuantizedLayer, QuantizeModelReport
 from halfbyte.hf.saving import attach
-from halfbyte.layouts import Layout, Rows, parse
+from halfbyte.layouts import Layout, parse
 from halfbyte.nn import Embedding, Group, Linear, TiedLinear
 from halfbyte.numerics import BLOCK
 from halfbyte.patterns import Patterns, fused_group, is_head
@@ -181,12 +181,9 @@ class _Run:
     def _replace_group(self, names: Sequence[str]) -> None:
         old = [self._model.get_submodule(name) for name in names]
         weights = [self._quantized(Matrix(name, name)) for name in names]
-        n, k = sum(weight.n for weight in weights), weights[0].k
-        layout = self._layout or default_layout(old[0].weight.device, old[0].weight.dtype)
-        if self._layout is None and (reason := layout.needs((n, k))):
-            self._noted(names[0], f"rows instead of {layout.key}: {reason}")
-            layout = Rows()
-        group = Group.of(weights, layout, [module.bias for module in old])
+        packed, note = packed_for(Weight.concat(weights, policy="exact"), self._layout, old[0].weight.dtype)
+        self._noted(names[0], note)
+        group = Group(packed, [weight.n for weight in weights], [module.bias for module in old])
         for name, part in zip(names, group.parts(), strict=True):
             self._put(name, part)
 

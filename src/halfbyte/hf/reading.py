@@ -17,12 +17,20 @@ from halfbyte.weight import Fp8Weight, Weight, to_torch
 
 
 def read_weight(checkpoint: Checkpoint, parts: Sequence[Module]) -> Weight:
-    """NVFP4 layers joined along N, (N, K) on the CPU; without input scales."""
+    """NVFP4 layers joined along N, (N, K) on the CPU; without input scales.
+
+    Raises:
+        FormatError: a scale that is Inf or NaN, a block scale that is NaN or negative, or a file that cannot be read.
+    """
     return _read(checkpoint, [parts], stacked=False)
 
 
 def read_stack(checkpoint: Checkpoint, experts: Sequence[Sequence[Module]]) -> Weight:
-    """NVFP4 layers of each expert joined along N, (E, N, K) on the CPU; without input scales."""
+    """NVFP4 layers of each expert joined along N, (E, N, K) on the CPU; without input scales.
+
+    Raises:
+        FormatError: as ``read_weight``.
+    """
     return _read(checkpoint, experts, stacked=True)
 
 
@@ -80,7 +88,7 @@ def read_scale(checkpoint: Checkpoint, module: Module, role: str) -> float:
     """A scale of one NVFP4 layer that is one f32 number, as it multiplies.
 
     Raises:
-        FormatError: Inf or NaN, or more than one number.
+        FormatError: Inf, NaN or negative, or more than one number.
     """
     tensor = module.roles[role]
     value = checkpoint.dialect.meaning(module, role, checkpoint.read(tensor), checkpoint.original)
@@ -89,6 +97,8 @@ def read_scale(checkpoint: Checkpoint, module: Module, role: str) -> float:
     number = float(value.reshape(()))
     if not np.isfinite(number):
         raise FormatError(f"{role} is not finite", file=tensor.file, tensor=tensor.name, got=number)
+    if number < 0:
+        raise FormatError(f"{role} is negative", file=tensor.file, tensor=tensor.name, got=number)
     return number
 
 
@@ -101,13 +111,15 @@ def read_fp8(checkpoint: Checkpoint, module: Module, device: Any) -> Fp8Weight:
     """An FP8 layer, (N, K), in tensors on ``device``.
 
     Raises:
-        FormatError: a scale that is Inf or NaN.
+        FormatError: a scale that is Inf, NaN or negative.
     """
     roles = module.roles
     read = {role: checkpoint.read(t) for role, t in roles.items() if role in ("scale", "input_scale", "pre_scale")}
     scale, block = fp8_scale(module, read.pop("scale").astype(np.float32))
     if not np.isfinite(scale).all():
         raise FormatError("a scale is not finite", file=roles["scale"].file, tensor=roles["scale"].name)
+    if (scale < 0).any():
+        raise FormatError("a scale is negative", file=roles["scale"].file, tensor=roles["scale"].name)
     data = torch.from_numpy(checkpoint.read(roles["data"]).view(np.uint8)).to(device)
     others = {role: to_torch(value, device) for role, value in read.items()}
     return Fp8Weight(data=data, scale=to_torch(scale, device), block=block, **others)

@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from halfbyte.errors import few
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -131,9 +133,3 @@ class QuantizeModelReport:
             reasons[reason].append(name)
         lines += [f"{len(names)} stay as they are ({reason}): {names[0]}" for reason, names in reasons.items()]
         return "\n".join([*lines, *self.notes])
-
-
-def few(names: Any) -> str:
-    """Some names, and how many more there are."""
-    names = list(names)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

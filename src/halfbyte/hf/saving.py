@@ -87,13 +87,20 @@ def save_pretrained(model: Any, path: str | os.PathLike[str], *, max_shard_size:
         UsageError: a weight that ModelOpt cannot hold, such as one with a scale2 for each row.
         TargetError: a directory that cannot be written, or that holds something else. Nothing is left behind.
     """
-    size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    target, content = Path(os.path.realpath(path)), _Content(model)
+    size = parse_size(max_shard_size if isinstance(max_shard_size, str) else str(max_shard_size))
+    target = Path(os.path.realpath(path))
+    if target == Path.cwd() or target in Path.cwd().parents:
+        hint = "choose another directory: this one would be replaced by a new one of its name"
+        raise TargetError("the working directory is, or lies in, the target", file=str(target), hint=hint)
+    content = _Content(model)
     section, extra = content.config()
     shards = distribute(content.stored, size)
     names = shard_names(len(shards))
     kept = _files_to_keep(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TargetError("cannot make the directory", file=str(target.parent), got=error.strerror) from error
     with CheckpointWriter(target, force=True) as writer, tempfile.TemporaryDirectory() as folder:
         _write_configs(model, Path(folder), section)
         for name in _files(Path(folder)):

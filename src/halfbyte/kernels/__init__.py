@@ -6,10 +6,9 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, chain, dense, embedding, fp8, gated, int8, pick, reference, step
+from halfbyte.kernels import attention, dense, embedding, fp8, gated, int8, pick, reference, step_torch
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
-from halfbyte.kernels.chain import ChainArgs
 from halfbyte.kernels.cpu import dense as cpu_dense
 from halfbyte.kernels.cpu import exact, panels
 from halfbyte.kernels.cpu import int8 as cpu_int8
@@ -67,10 +66,9 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     cpu_step.ADD_NORM,
     cpu_step.ATTEND,
     cpu_step.GATE,
-    step.ADD_NORM,
-    step.ATTEND,
-    step.GATE,
-    chain.TORCH,
+    step_torch.ADD_NORM,
+    step_torch.ATTEND,
+    step_torch.GATE,
     cpu_int8.VNNI,
     cpu_int8.PORTABLE,
     int8.NUMPY,
@@ -97,7 +95,6 @@ __all__ = [
     "AttentionArgs",
     "AttentionCall",
     "Call",
-    "ChainArgs",
     "Cost",
     "DenseArgs",
     "EmbeddingArgs",

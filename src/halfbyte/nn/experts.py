@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError, WeightError
-from halfbyte.expert_ops import Mixture, Stacks, compute, traced
+from halfbyte.expert_ops import Mixture, Stacks, compute
 from halfbyte.layouts import Layout, Packed
 from halfbyte.nn.base import Holder, Quantized, as_bias, kernel_for_one, without_data
 from halfbyte.operands import as_packed
 from halfbyte.ops import pack
+from halfbyte.torch_experts import traced
 from halfbyte.weight import Fp8Weight, Weight
 
 
@@ -153,7 +154,12 @@ class Experts(Quantized):
         return self.gate_up.layout
 
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """(T, H), with (T, k) int32 or int64 experts and (T, k) routing weights, to (T, H) in hidden's dtype."""
+        """(T, H), with (T, k) int32 or int64 experts and (T, k) routing weights, to (T, H) in hidden's dtype.
+
+        Raises:
+            UsageError: tensors that do not fit; ids that name no expert, unless ``padding``.
+            WeightError: a token that is routed to a null expert.
+        """
         one, two = self.gate_up, self.down
         if torch.compiler.is_compiling():
             held = [(s._key, s.shape, s.held(), s._parameters["bias"]) for s in (one, two)]

@@ -83,7 +83,7 @@ class Fp8Linear(Quantized):
         yield "", self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) to (..., N) in x's dtype, or ``out_dtype``."""
+        """(..., K) to (..., N) in x's dtype, or ``out_dtype``; UsageError where x has another K, or is no float."""
         to = x.dtype if self.out_dtype is None else self.out_dtype
         if self.precision == "fp8":
             y: Tensor = linear(x, self.weight, self.bias, out_dtype=to)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from halfbyte.errors import HalfbyteError, UsageError
+from halfbyte.errors import HalfbyteError, UsageError, few
 from halfbyte.nn.linear import Linear
 from halfbyte.ops import pack
 from halfbyte.weight import DenseWeight, Fp8Weight, Weight, to_torch
@@ -45,9 +45,9 @@ class SwapReport:
             f"{len(self.loaded)} dense tensors loaded",
         ]
         if self.dequantized:
-            lines.append(f"{len(self.dequantized)} FP8 weights dequantized: {_few(self.dequantized)}")
+            lines.append(f"{len(self.dequantized)} FP8 weights dequantized: {few(self.dequantized)}")
         if self.unused:
-            lines.append(f"{len(self.unused)} tensors unused: {_few(self.unused)}")
+            lines.append(f"{len(self.unused)} tensors unused: {few(self.unused)}")
         return "\n".join(lines)
 
 
@@ -202,7 +202,7 @@ class _Filler:
         if missing:
             raise UsageError(
                 f"the checkpoint has no data for {len(missing)} tensors of the model",
-                got=_few(missing),
+                got=few(missing),
                 hint="build the model from the checkpoint's own config",
             )
         for name, module in list(self.model.named_modules()):
@@ -230,7 +230,7 @@ def _built_again(module: torch.nn.Module, name: str) -> torch.nn.Module:
     raise UsageError(
         "this module's buffers are on the meta device, no checkpoint holds them, and it cannot be built from a config",
         tensor=name,
-        got=_few(sorted(before)),
+        got=few(sorted(before)),
         hint="build the model on the CPU instead of the meta device",
     )
 
@@ -258,8 +258,3 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise UsageError("unknown dtype", got=repr(dtype), expected='"float32", "bfloat16" or "float16"')
     return found
-
-
-def _few(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

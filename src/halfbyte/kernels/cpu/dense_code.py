@@ -5,26 +5,16 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
 from halfbyte import jit
-from halfbyte.kernels.cpu.scalars import BF16_KIND, F32_KIND, f32_at, float_of, read, u16_at, write
+from halfbyte.kernels.cpu.scalars import BF16_KIND, F32_KIND, dot, f32_at, float_of, read, summing, u16_at, write
 
 UNIT = 64
 """Rows that a thread takes at a time."""
 
-_summing = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
 
-
-@_summing
-def _dot_f32(x, row, count):
-    total = np.float32(0)
-    for i in range(count):
-        total += x[i] * row[i]
-    return total
-
-
-@_summing
+@summing
 def _dot_bf16(x, row, count):
     total = np.float32(0)
     for i in range(count):
@@ -48,7 +38,7 @@ def product(kind, m, n, k, x, weight, bias, out):
             if kind == F32_KIND:
                 floats = carray(f32_at(at), k)
                 for t in range(m):
-                    sums[t, row] = _dot_f32(values[t], floats, k)
+                    sums[t, row] = dot(values[t], floats, k)
             elif kind == BF16_KIND:
                 words = carray(u16_at(at), k)
                 for t in range(m):
@@ -56,7 +46,7 @@ def product(kind, m, n, k, x, weight, bias, out):
             else:
                 read(kind, at, k, line)
                 for t in range(m):
-                    sums[t, row] = _dot_f32(values[t], line, k)
+                    sums[t, row] = dot(values[t], line, k)
         if bias:
             read(kind, bias + low * size, count, line)
             for t in range(m):

@@ -71,6 +71,8 @@ def pointer_to(element: Any) -> Any:
 
 f32_at, u16_at = pointer_to(_f32), pointer_to(_u16)
 _inner = njit(nogil=True, error_model="numpy")
+summing = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
+"""Compiles a function whose sums may be split among lanes."""
 
 
 @_inner
@@ -110,3 +112,12 @@ def write(kind, address, count, values):
         for i in range(count):
             words[i] = narrow(values[i])
             values[i] = widen(words[i])
+
+
+@summing
+def dot(a, b, count):
+    """The sum of the products of two f32 arrays."""
+    total = np.float32(0)
+    for i in range(count):
+        total += a[i] * b[i]
+    return total

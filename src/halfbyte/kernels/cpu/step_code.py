@@ -13,12 +13,11 @@ import numpy as np
 from numba import carray, njit, prange, types
 
 from halfbyte import jit
-from halfbyte.kernels.cpu.scalars import F32_KIND, bits_of, f32_at, float_of, pointer_to, read, write
+from halfbyte.kernels.cpu.scalars import F32_KIND, bits_of, dot, f32_at, float_of, pointer_to, read, summing, write
 
 _i64_at = pointer_to(types.int64)
 SILU, GELU, GELU_TANH, RELU2 = range(4)
 
-_inner = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
 _strict = njit(nogil=True, error_model="numpy")
 
 _LOG2E = np.float32(1.4426950408889634)
@@ -47,18 +46,10 @@ def _exp(x):
     return (p * r * r + r + _ONE) * float_of(power)
 
 
-@_inner
-def _dot(a, b, count):
-    total = np.float32(0)
-    for i in range(count):
-        total += a[i] * b[i]
-    return total
-
-
 @_strict
 def _normalize(kind, values, eps, count, scratch):
     """Divided by the root of the mean square, and rounded to the dtype, whose bits go to ``scratch``."""
-    mean = _dot(values, values, count) / np.float32(count)
+    mean = dot(values, values, count) / np.float32(count)
     factor = _ONE / np.float32(math.sqrt(mean + eps))
     for i in range(count):
         values[i] *= factor
@@ -115,7 +106,7 @@ def gate(kind, m, width, activation, both, out):
         write(kind, out + row * width * size, width, first)
 
 
-@_inner
+@summing
 def _turned(kind, at, norm, eps, dim, cos, sin, values, other, to):
     """A head normalized, rotated and rounded, in ``values``; its bits go to the address ``to``."""
     read(kind, at, dim, values)
@@ -135,7 +126,7 @@ def _turned(kind, at, norm, eps, dim, cos, sin, values, other, to):
     write(kind, to, dim, values)
 
 
-@_inner
+@summing
 def _attend_one(kind, sizes, index, qkv, cos, sin, positions, keys, values, q_norm, k_norm, eps, scale, window, out):
     """A key head of one sequence, and the query heads that share it."""
     heads, kv, dim, room = sizes
@@ -166,11 +157,11 @@ def _attend_one(kind, sizes, index, qkv, cos, sin, positions, keys, values, q_no
         if kind == F32_KIND:
             key = carray(f32_at(at), dim)
             for g in range(group):
-                scores[g, t] = _dot(queries[g], key, dim)
+                scores[g, t] = dot(queries[g], key, dim)
         else:
             read(kind, at, dim, line)
             for g in range(group):
-                scores[g, t] = _dot(queries[g], line, dim)
+                scores[g, t] = dot(queries[g], line, dim)
     for g in range(group):
         top = scores[g, 0]
         for t in range(count):

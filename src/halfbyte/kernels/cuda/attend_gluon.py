@@ -29,7 +29,7 @@ AT_ONCE: Final = {4: 396, 8: 132}
 """Programs of so many warps that the registers of an H200 hold."""
 FEW_PAIRS: Final = 32
 """Key heads of all sequences for which programs have 8 warps."""
-FEW_SPLITS: Final = 8
+FEW_SPLITS: Final = 4
 
 
 @dataclass(frozen=True)

@@ -132,29 +132,3 @@ def capture_of(stream: int) -> int:
 @functools.cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
-
-
-_turns: Final[dict[int, tuple[int, Any]]] = {}
-"""Of a device: the stream of the last launch in ``alone``, and an event behind it."""
-
-
-@contextmanager
-def alone(device: Any) -> Iterator[None]:
-    """What is launched in it, on a device of torch's with an index, starts after what was so launched before.
-
-    It is for kernels that need a whole GPU at once, and for CUDA graphs that hold some. In a capture nothing is done.
-    """
-    import torch
-
-    cuda: Any = torch.cuda
-    with in_turn, cuda.device(device):
-        if cuda.is_current_stream_capturing():
-            yield
-            return
-        stream = cuda.current_stream()
-        last, event = _turns.get(device.index) or (stream.cuda_stream, cuda.Event())
-        if last != stream.cuda_stream:
-            stream.wait_event(event)
-        yield
-        event.record(stream)
-        _turns[device.index] = stream.cuda_stream, event
