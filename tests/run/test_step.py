@@ -390,13 +390,15 @@ def compiled():
 @pytest.mark.gpu
 @pytest.mark.usefixtures("compiled")
 class TestOnGpu:
-    @pytest.mark.parametrize(("name", "count"), [("add_norms", 18), ("gates", 36), ("attends", 18)])
-    def test_results(self, name, count):
-        assert len(list(getattr(gpu_step, name)("cuda"))) == count
+    @pytest.mark.parametrize("dtype", gpu_step.DTYPES)
+    @pytest.mark.parametrize(("name", "count"), [("add_norms", 6), ("gates", 12), ("attends", 6)])
+    def test_results(self, name, count, dtype):
+        assert len(list(getattr(gpu_step, name)("cuda", (dtype,)))) == count
 
     @pytest.mark.skipif(not hopper, reason="torch sees no Hopper GPU")
-    def test_results_of_gluon(self):
-        assert len(list(gpu_step.gluon_attends("cuda"))) == 12
+    @pytest.mark.parametrize("dtype", attend_gluon.DTYPES)
+    def test_results_of_gluon(self, dtype):
+        assert len(list(gpu_step.gluon_attends("cuda", (dtype,)))) == 6
 
     @pytest.mark.parametrize("bind", [step.bind_attend, attend_gluon.bind])
     def test_a_row_does_not_depend_on_the_others(self, bind):
