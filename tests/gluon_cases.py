@@ -148,7 +148,7 @@ def without_a_driver(monkeypatch, module):
     memory = {"workspace": torch.empty(1 << 20, dtype=torch.uint8), "counters": torch.zeros(4096, dtype=torch.uint8)}
     for name, held in memory.items():
         monkeypatch.setattr(module, name, lambda device, nbytes, held=held: held[:nbytes])
-    monkeypatch.setattr(module, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(module, "multiprocessors", lambda index, elsewhere=False: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return [a.data_ptr() for a in memory.values()]
 

@@ -214,7 +214,7 @@ def test_both_launches_are_queued_in_one_turn(launches, monkeypatch):
     fp8_gluon.bind(args, Fp8(tokens=128))(args.x, None, args.out)
     seen()
     monkeypatch.setattr(gemm_gluon, "_program", program)
-    monkeypatch.setattr(gemm_gluon, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(gemm_gluon, "multiprocessors", lambda index, elsewhere=False: 132)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     linear = LinearArgs(x=args.x, weight=args.weight, bias=None, out=args.out)
     gemm_gluon.bind(linear, gemm_gluon.Gemm())(args.x, None, args.out)

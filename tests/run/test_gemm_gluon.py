@@ -130,7 +130,7 @@ def test_the_model_is_near_what_was_measured_and_picks_what_is_fast(shape, rows,
 
 def test_without_choices_the_model_decides(monkeypatch):
     monkeypatch.setattr(gemm_gluon.choices, "configured", lambda call, name, default, known, model: default)
-    monkeypatch.setattr(gemm_gluon, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(gemm_gluon, "multiprocessors", lambda index, elsewhere=False: 132)
     call = accepted(shape=(14336, 4096), rows=1024)
     pays = gemm_gluon.configurations(call)
     assert gemm_gluon.configure(call) == pays[0]

@@ -257,12 +257,6 @@ class TestFiles:
         assert (tmp_path / "link").is_symlink()
         assert halfbyte.verify(tmp_path / "real").ok
 
-    def test_the_directory_one_is_in(self, quantized, tmp_path, monkeypatch):
-        (tmp_path / "here").mkdir()
-        monkeypatch.chdir(tmp_path / "here")
-        quantized.save_pretrained(".")
-        assert halfbyte.verify(tmp_path / "here").ok
-
     def test_other_weights_are_refused(self, quantized, tmp_path):
         (tmp_path / "consolidated.safetensors").write_bytes(b"weights")
         with pytest.raises(TargetError, match="holds other weights"):
