@@ -155,6 +155,8 @@ def decodes_and_multiplies(rows):
         from helpers_run import call_like
 
         found = {}
+        choices.entries.cache_clear()  # other tests have choices of their own
+        choices._by_distance.cache_clear()
         for entry in choices.entries():
             for dtype in entry.dtypes:
                 of = {"shape": entry.shape, "rows": rows, "dtype": dtype, "out_dtype": dtype, "capability": capability}
