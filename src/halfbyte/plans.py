@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import log2, prod
@@ -40,6 +41,9 @@ from halfbyte.weight import Weight
 
 _MOST_ROWS = 1 << 17
 """Ranges of rows are looked for up to here."""
+
+_KINDS = ("cpu", "meta", "mps", "xpu", "hpu", "mtia", "xla", "vulkan")
+"""Of devices other than CUDA's, as torch names them; for where torch is not installed."""
 
 FP8_ACTIVATIONS = 0.0265
 """What activations lose by rounding to FP8, of their norm, where they are Gaussian; tests measure it."""
@@ -319,6 +323,8 @@ def _check_device(device: str) -> None:
     try:
         import torch
     except ImportError:
+        if re.fullmatch(f"({'|'.join(_KINDS)})(:[0-9]+)?", device) is None:
+            raise _unknown(device) from None
         return
     try:
         torch.device(device)
