@@ -34,7 +34,6 @@ class Runner:
         length: T.
         sampling: how tokens are chosen.
         graph: whether a CUDA graph holds the step.
-        together: steps in a second graph.
 
     Attributes:
         state: its tensors.
@@ -49,7 +48,6 @@ class Runner:
         sampling: Sampling,
         *,
         graph: bool,
-        together: int = TOGETHER,
     ) -> None:
         self.batch, self.length, self.sampling = batch, length, sampling
         self.state = State.empty(decoder, batch, length)
@@ -61,7 +59,7 @@ class Runner:
             self._arrivals = _Arrivals(self.state.log)
         if graph:
             with torch.cuda.device(decoder.device):
-                self._capture(together)
+                self._capture()
         else:
             self._step()  # what it compiles is no part of a text's time
 
@@ -126,7 +124,7 @@ class Runner:
         state.log.scatter_(0, state.counters[1:], state.tokens[None])
         state.counters.add_(1)
 
-    def _capture(self, together: int) -> None:
+    def _capture(self) -> None:
         side: Any = _cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -137,7 +135,7 @@ class Runner:
             self.state.counters.zero_()
         torch.cuda.synchronize()
         pool = torch.cuda.graph_pool_handle()
-        for size in {1, together}:
+        for size in (1, TOGETHER):
             graph = torch.cuda.CUDAGraph()
             graph.register_generator_state(self.generator)
             with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
