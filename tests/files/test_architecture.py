@@ -154,6 +154,9 @@ CHAINS = {
     },
     "kernels.cpu": {
         "exact": {"product_code"},
+        "experts": {"exact", "experts_code", "product_code"},
+        "experts_code": {"activation_code", "product_code", "scalars"},
+        "activation_code": {"scalars"},
         "int8": {"exact", "int8_code"},
         "int8_code": {"scalars", "vectors"},
         "panels": {"exact"},
@@ -162,7 +165,7 @@ CHAINS = {
         "step": {"step_code"},
         "dense": {"dense_code"},
         "dense_code": {"scalars"},
-        "step_code": {"scalars"},
+        "step_code": {"activation_code", "scalars"},
         "tiles": {"vectors"},
     },
     "nn": {

@@ -11,6 +11,7 @@ from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.cpu import dense as cpu_dense
 from halfbyte.kernels.cpu import exact, panels
+from halfbyte.kernels.cpu import experts as cpu_experts
 from halfbyte.kernels.cpu import int8 as cpu_int8
 from halfbyte.kernels.cpu import step as cpu_step
 from halfbyte.kernels.cuda import (
@@ -56,6 +57,7 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     embedding.NUMPY,
     decode_gluon.GATED,
     gated.COMPOSED,
+    cpu_experts.EXPERTS,
     experts_torch.LOOP,
     cuda_step.ADD_NORM,
     attend_gluon.GLUON,
