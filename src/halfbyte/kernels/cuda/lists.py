@@ -67,7 +67,7 @@ class Numbers:
     @staticmethod
     def of(mixture: Mixture) -> Numbers:
         """Those of a mixture."""
-        return Numbers(mixture.experts, mixture.local, mixture.padding, getattr(mixture, "null", "refuse") == "skip")
+        return Numbers(mixture.experts, mixture.local, mixture.padding, mixture.null == "skip")
 
     @property
     def first(self) -> int:
