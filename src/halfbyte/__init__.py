@@ -40,6 +40,7 @@ _HOMES = {
     "plan": "plans",
     "quantize": "recipes",
     "quantize_checkpoint": "tools.quantize",
+    "route": "route_op",
     "scale_report": "underflow",
     "shard": "tools.shard",
     "to_fp8": "lossy",
@@ -85,6 +86,7 @@ __all__ = [
     "plan",
     "quantize",
     "quantize_checkpoint",
+    "route",
     "scale_report",
     "shard",
     "to_fp8",
@@ -112,6 +114,7 @@ if TYPE_CHECKING:
     from halfbyte.ops import attention, grouped_linear, linear, pack, unpack
     from halfbyte.plans import Plan, plan
     from halfbyte.recipes import quantize
+    from halfbyte.route_op import route
     from halfbyte.tools.convert import convert
     from halfbyte.tools.dequantize import dequantize_checkpoint
     from halfbyte.tools.diff import diff

@@ -6,7 +6,19 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, dense, embedding, experts_torch, fp8, gated, int8, pick, reference, step_torch
+from halfbyte.kernels import (
+    attention,
+    dense,
+    embedding,
+    experts_torch,
+    fp8,
+    gated,
+    int8,
+    pick,
+    reference,
+    routing,
+    step_torch,
+)
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.cpu import dense as cpu_dense
@@ -26,6 +38,7 @@ from halfbyte.kernels.cuda import (
 )
 from halfbyte.kernels.cuda import embedding as cuda_embedding
 from halfbyte.kernels.cuda import pick as cuda_pick
+from halfbyte.kernels.cuda import routing as cuda_routing
 from halfbyte.kernels.cuda import step as cuda_step
 from halfbyte.kernels.dense import DenseArgs
 from halfbyte.kernels.descriptors import TensorDesc
@@ -37,6 +50,7 @@ from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
 from halfbyte.kernels.gated import GatedArgs
 from halfbyte.kernels.int8 import Int8Args, Int8Call
 from halfbyte.kernels.pick import PickArgs
+from halfbyte.kernels.routing import RouteArgs
 from halfbyte.kernels.step import AddNormArgs, AttendArgs, GateArgs
 
 KERNELS: tuple[Kernel[Any, Any], ...] = (
@@ -65,6 +79,8 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     dense.TORCH,
     cuda_pick.TRITON,
     pick.TORCH,
+    cuda_routing.TRITON,
+    routing.TORCH,
     cpu_step.ADD_NORM,
     cpu_step.ATTEND,
     cpu_step.GATE,
@@ -116,6 +132,7 @@ __all__ = [
     "LlmFmha",
     "LlmFmhaPaged",
     "PickArgs",
+    "RouteArgs",
     "TensorDesc",
     "VitFmha",
     "forced",
