@@ -13,6 +13,7 @@ from halfbyte.kernels import (
     experts_torch,
     fp8,
     gated,
+    grouped,
     int8,
     pick,
     reference,
@@ -48,6 +49,7 @@ from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
 from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
 from halfbyte.kernels.gated import GatedArgs
+from halfbyte.kernels.grouped import GroupedArgs, GroupedCall
 from halfbyte.kernels.int8 import Int8Args, Int8Call
 from halfbyte.kernels.pick import PickArgs
 from halfbyte.kernels.routing import RouteArgs
@@ -71,6 +73,7 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     decode_gluon.GATED,
     gated.COMPOSED,
     experts_torch.LOOP,
+    grouped.LOOP,
     cuda_step.ADD_NORM,
     attend_gluon.GLUON,
     cuda_step.ATTEND,
@@ -125,6 +128,8 @@ __all__ = [
     "Fp8Call",
     "GateArgs",
     "GatedArgs",
+    "GroupedArgs",
+    "GroupedCall",
     "Int8Args",
     "Int8Call",
     "Kernel",
