@@ -41,6 +41,7 @@ _HOMES = {
     "plan": "plans",
     "quantize": "recipes",
     "quantize_checkpoint": "tools.quantize",
+    "route": "route_op",
     "scale_report": "underflow",
     "shard": "tools.shard",
     "to_fp8": "lossy",
@@ -87,6 +88,7 @@ __all__ = [
     "plan",
     "quantize",
     "quantize_checkpoint",
+    "route",
     "scale_report",
     "shard",
     "to_fp8",
@@ -114,6 +116,7 @@ if TYPE_CHECKING:
     from halfbyte.ops import attention, grouped_linear, linear, pack, unpack
     from halfbyte.plans import Plan, plan
     from halfbyte.recipes import quantize
+    from halfbyte.route_op import route
     from halfbyte.tools.convert import convert
     from halfbyte.tools.dequantize import dequantize_checkpoint
     from halfbyte.tools.diff import diff

@@ -96,6 +96,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "plans": (*RUN, "operands", "int8_ops", "fp8_ops", "forms"),
     "embedding_op": (*RUN, "operands", "remembered", "torch_embedding"),
     "torch_embedding": (*RUN, "embedding_op"),
+    "route_op": (*RUN, "operands", "remembered", "torch_routing"),
+    "torch_routing": (*RUN, "route_op"),
     "remembered": (*RUN, "operands"),
     "step_ops": (*RUN, "operands", "remembered"),
     "ops": (*RUN, "operands", "int8_ops", "fp8_ops", "plans", "remembered", "torch_ops"),
@@ -161,6 +163,7 @@ CHAINS = {
         "grouped": {"base"},
         "experts_torch": {"base", "experts", "fp8", "grouped", "step_torch", "cuda.shared"},
         "pick": {"base", "step"},
+        "routing": {"base", "step"},
         "dense": {"base", "step"},
     },
     "kernels.cpu": {
