@@ -1,4 +1,4 @@
-"""``experts`` on a CPU, layout ``rows``, exact, compiled by Numba: all experts that have tokens in two parallel regions.
+"""``experts`` on a CPU, layout ``rows``, exact, compiled by Numba: two parallel regions for all experts with tokens.
 
 Of each region the rows of all these experts are shared out among threads, so that a few experts, or one with most of
 the tokens, keep all of them busy. Weights are decoded in registers, as for ``linear``: in bf16 pairs where this CPU
@@ -64,12 +64,14 @@ def _bind(args: ExpertsArgs) -> Callable[..., None]:
     limit = np.float32(0 if mixture.limit is None else mixture.limit)
     fixed: dict[str, Any] = {
         "top": top, "experts": mixture.experts, "held": held, "places": address_of(places),
-        "wide_ids": dtype_name(args.indices.dtype) == "int64", "weights_kind": KINDS[dtype_name(args.weights.dtype)],
-        "kind": KINDS[dtype], "form": form, "width": width, "unit_code": unit, "stage_code": stage,
-        "finish_code": finish,
+        "wide_ids": dtype_name(args.indices.dtype) == "int64", "limited": mixture.limit is not None,
+        "limit": limit.view(np.uint32),
+        "kind": KINDS[dtype], "out_kind": KINDS[dtype_name(args.out.dtype)],
+        "weights_kind": KINDS[dtype_name(args.weights.dtype)], "form": form, "width": width, "unit_code": unit,
+        "stage_code": stage, "finish_code": finish,
         "order": ORDERS.index(mixture.gate_up_order) if mixture.gated else len(ORDERS),
         "activation": (*ACTIVATIONS, SWIGLU).index(mixture.activation),
-        "limited": mixture.limit is not None, "limit": limit.view(np.uint32), "hidden": hidden, "inner": inner,
+        "hidden": hidden, "inner": inner,
         "pre": at(one.get("pre_scale"), wide=True), "down_pre": at(two.get("pre_scale"), wide=True),
     }  # fmt: skip
     for name, buffers, bias in (("", one, args.gate_up_bias), ("down_", two, args.down_bias)):

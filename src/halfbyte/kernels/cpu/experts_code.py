@@ -39,10 +39,10 @@ _ITEMS = 16
 
 (
     TOP, EXPERTS, HELD, PLACES, WIDE_IDS, WEIGHTS_KIND, KIND, FORM, WIDTH, UNIT_CODE, STAGE_CODE, FINISH_CODE, ORDER,
-    ACTIVATION, LIMITED, LIMIT, HIDDEN, INNER, PRE, DOWN_PRE, CODES, SCALES, SCALE2, PER_ROW, BIAS, BIAS_KIND,
+    ACTIVATION, LIMITED, LIMIT, OUT_KIND, HIDDEN, INNER, PRE, DOWN_PRE, CODES, SCALES, SCALE2, PER_ROW, BIAS, BIAS_KIND,
     DOWN_CODES, DOWN_SCALES, DOWN_SCALE2, DOWN_PER_ROW, DOWN_BIAS, DOWN_BIAS_KIND, SORTED, POSITION, CURSOR,
     PLACE, FIRST, CHUNK, X, H, Y,
-) = range(41)  # fmt: skip
+) = range(42)  # fmt: skip
 """What is the same in all calls. Sizes, numbers and addresses of ``halfbyte.kernels.experts.ExpertsArgs``, then:
 
 - places: (experts,) i32, the place of each expert in the stacks by its number, or -1;
@@ -156,7 +156,7 @@ def _up(fixed, scratch, touched, next_token, rows, index):
         begin, end = low, high
         if order == INTERLEAVED:
             begin, end = 2 * low, 2 * high
-        elif order != UNGATED and half != order:
+        elif order not in (UNGATED, half):
             begin, end = inner + low, inner + high
         _multiply(fixed, 0, place, n, k, x, next_token, count, begin, end, ups if half else gates)
     factor, limit = _get(fixed, DOWN_PRE), float_of(np.uint32(_get(fixed, LIMIT)))
@@ -174,12 +174,8 @@ def _up(fixed, scratch, touched, next_token, rows, index):
                 up[i] = np.float32(1)
         if _get(fixed, LIMITED):
             for i in range(m):
-                if gate[i] > limit:
-                    gate[i] = limit
-                if up[i] > limit:
-                    up[i] = limit
-                if up[i] < -limit:
-                    up[i] = -limit
+                gate[i] = limit if gate[i] > limit else gate[i]
+                up[i] = limit if up[i] > limit else -limit if up[i] < -limit else up[i]
         activate(_get(fixed, ACTIVATION), gate, up, m)
         if kind != F32_KIND:
             write(kind, ups + 4 * t * UNIT, m, gate)
@@ -211,7 +207,7 @@ def _down(fixed, scratch, touched, rows, index):
 @jit.compiled
 def _combine(fixed, scratch, token, weights, out):
     """The result of a token: of each slot its weight times y, added in order."""
-    hidden, top, kind = _get(fixed, HIDDEN), _get(fixed, TOP), _get(fixed, KIND)
+    hidden, top, kind = _get(fixed, HIDDEN), _get(fixed, TOP), _get(fixed, OUT_KIND)
     total, weight, weights_kind = np.zeros(hidden, np.float32), np.empty(1, np.float32), _get(fixed, WEIGHTS_KIND)
     for slot in range(token * top, (token + 1) * top):
         at = _get(scratch + _get(fixed, POSITION), slot)
@@ -266,9 +262,8 @@ def _experts(sort, up, down, combine, threads, fixed, tokens, x, ids, weights, o
 def experts() -> Any:
     """Compiled parallel code, for ``jit.run``.
 
-    Its arguments are how many threads there are, (41,) i64 of what is the same in all calls, T, hidden, indices,
+    Its arguments are how many threads there are, (42,) i64 of what is the same in all calls, T, hidden, indices,
     weights, out, and scratch at a multiple of 64.
     """
     codes = ((_sort, 4), (_up, 6), (_down, 5), (_combine, 5))
     return functools.partial(_experts, *[jit.address_of(code, types.int64(*[types.int64] * n)) for code, n in codes])
-

@@ -52,7 +52,7 @@ def _place(context: Any, builder: Any, element: Any, address: Any, index: Any) -
 
 
 def reads(element: Any) -> Any:
-    """Element ``index`` of an array, given its address."""
+    """A function for element ``index`` of an array, given its address."""
 
     @intrinsic
     def read(typing: Any, address: Any, index: Any) -> Any:
@@ -65,7 +65,7 @@ def reads(element: Any) -> Any:
 
 
 def writes(element: Any) -> Any:
-    """Set element ``index`` of an array, given its address."""
+    """A function that sets element ``index`` of an array, given its address."""
 
     @intrinsic
     def write(typing: Any, address: Any, index: Any, value: Any) -> Any:
@@ -134,6 +134,7 @@ def _put(kind, address, index, value):
 
 @_inner
 def whole_rounds(k):
+    """K filled up."""
     return (k + ROUND - 1) // ROUND * ROUND
 
 

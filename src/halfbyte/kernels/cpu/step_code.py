@@ -21,6 +21,7 @@ _i64_at = pointer_to(types.int64)
 _strict = njit(nogil=True, error_model="numpy")
 _ONE = np.float32(1)
 
+
 @_strict
 def _normalize(kind, values, eps, count, scratch):
     """Divided by the root of the mean square, and rounded to the dtype, whose bits go to ``scratch``."""
