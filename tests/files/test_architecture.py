@@ -115,7 +115,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "expert_ops",
         "torch_experts",
     ),
-    "decoder": (*RUN, "ops", "nn", "step_ops"),
+    "decoder": (*RUN, "ops", "nn", "step_ops", "route_op"),
     "hf": (*RUN, *STACKS, "recipes", "dialects", "checkpoint", "writing", "operands", "ops", "torch_ops", "nn"),
     "products": (*BASE, "modules", "experts"),
     "session": (*RUN, *STACKS, "dialects", "checkpoint", "plans", "timing", "decoder", "hf"),
