@@ -298,15 +298,19 @@ def listed(
 
 
 @gluon.jit
-def _place(indices_ptr, f, places_ptr, experts, TABLE: gl.constexpr):
-    """The place of a slot's expert: -1 where its id names none, -2 where that is null."""
-    e = gl.load(indices_ptr + f, cache_modifier=".cg")
-    named = (e >= 0) & (e < experts)
-    e = gl.where(named, e, 0).to(gl.int32)
-    if TABLE:
-        e = gl.load(places_ptr + e)
-        e = gl.where(e < 0, -2, e)
-    return gl.where(named, e, -1)
+def _place(
+    at, places_ptr, EXPERTS: gl.constexpr, FIRST: gl.constexpr, LOCAL: gl.constexpr, NULL: gl.constexpr,
+    UNKNOWN: gl.constexpr,
+):  # fmt: skip
+    """As ``places_of`` of ``lists_code``, of a slot whose id lies at an address."""
+    number = gl.load(at, cache_modifier=".cg")
+    known = (number >= 0) & (number < EXPERTS)
+    number = gl.where(known, number, 0).to(gl.int32)
+    if FIRST < 0:
+        place = gl.load(places_ptr + number)
+    else:
+        place = number - FIRST
+    return gl.where(known, gl.where((place >= 0) & (place < LOCAL), place, NULL), UNKNOWN)
 
 
 @gluon.jit
@@ -319,7 +323,6 @@ def each(
     out_ptr,
     indices_ptr,
     places_ptr,
-    experts,
     N,
     PROGRAMS,
     K: gl.constexpr,
@@ -337,19 +340,22 @@ def each(
     GATED: gl.constexpr,
     UP_FIRST: gl.constexpr,
     LIMIT: gl.constexpr,
-    TABLE: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    FIRST: gl.constexpr,
+    LOCAL: gl.constexpr,
+    NULL: gl.constexpr,
+    UNKNOWN: gl.constexpr,
 ):
     """As ``listed``, without lists: a block is a slot. Grid: slots times PROGRAMS.
 
     Args:
-        indices_ptr: i32 or i64, the expert of each slot.
-        places_ptr: i32, the place of each expert or -1, if TABLE; else that is its number.
-        experts: how many there are.
+        indices_ptr: i32 or i64, the number of each slot's expert.
+        places_ptr: as of ``places_of`` of ``lists_code``, as are EXPERTS and what follows it.
     """
     _wait()
     _launch_dependents()
     f = gl.program_id(0) // PROGRAMS
-    place = _place(indices_ptr, f, places_ptr, experts, TABLE)
+    place = _place(indices_ptr + f, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
     if place >= 0:
         _block(
             codes_ptr, scales_ptr, scale2_ptr, x_ptr, bias_ptr, out_ptr, None, f, place, gl.program_id(0) % PROGRAMS,
@@ -385,8 +391,7 @@ def summed(
     indices_ptr,
     places_ptr,
     weights_ptr,
-    flag_ptr,
-    experts,
+    refused_ptr,
     N,
     PROGRAMS,
     K: gl.constexpr,
@@ -395,14 +400,17 @@ def summed(
     D: gl.constexpr,
     G: gl.constexpr,
     ALL: gl.constexpr,
-    PADDING: gl.constexpr,
     PER_ROW: gl.constexpr,
     BIAS: gl.constexpr,
     DECODE: gl.constexpr,
     SCALE: gl.constexpr,
     FACTOR: gl.constexpr,
     KEEP: gl.constexpr,
-    TABLE: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    FIRST: gl.constexpr,
+    LOCAL: gl.constexpr,
+    NULL: gl.constexpr,
+    UNKNOWN: gl.constexpr,
 ):
     """The last product of all slots of a token, times their weights, added in their order. Grid: tokens times PROGRAMS.
 
@@ -411,15 +419,13 @@ def summed(
     Args:
         h_ptr: (slots, K) bf16 or f16.
         out_ptr: (tokens, N).
-        indices_ptr: i32 or i64, the expert of each slot, written before the kernel ahead began.
-        places_ptr: i32, the place of each expert or -1, if TABLE; else that is its number.
+        indices_ptr: as of ``each``; written before the kernel ahead began.
+        places_ptr: as of ``each``.
         weights_ptr: the routing weight of each slot.
-        flag_ptr: i64, set where an id is refused.
-        experts: how many there are.
+        refused_ptr: i64, where it is said which slot was refused, as ``halfbyte.kernels.cuda.refused`` reads it.
         TOP: slots of a token, up to 32.
         G: up to 8.
-        ALL: all slots count, and there are G: what is read of one that is refused is of another expert.
-        PADDING: ids that name no expert are skipped, not refused.
+        ALL: no slot is skipped, and there are G; one that is refused is multiplied with another expert.
     """
     W: gl.constexpr = gl.num_warps()
     HALF: gl.constexpr = h_ptr.dtype.element_ty
@@ -457,14 +463,14 @@ def summed(
 
     known = ()
     mask = 0
-    refused = 0
+    refused = -1
     count = 0
     for i in gl.static_range(TOP):
-        place = _place(indices_ptr, token * TOP + i, places_ptr, experts, TABLE)
+        place = _place(indices_ptr + token * TOP + i, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
         known = known + (gl.maximum(place, 0),)
         count += gl.where(place >= 0, 1, 0)
         mask |= gl.where(place >= 0, 1 << i, 0)
-        refused |= gl.where((place == -2) if PADDING else (place < 0), 1 << i, 0)
+        refused = gl.where(place < -1, i, refused)
 
     sums = gl.zeros([R * 16], gl.float32, gl.SliceLayout(1, ROWS))
     for start in range(0, TOP if ALL else count, G):
@@ -478,7 +484,10 @@ def summed(
             else:
                 slot, mask = _next(mask)
                 slot = gl.minimum(slot, TOP - 1)
-                place = gl.maximum(_place(indices_ptr, token * TOP + slot, places_ptr, experts, TABLE), 0)
+                place = _place(
+                    indices_ptr + token * TOP + slot, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN
+                )
+                place = gl.maximum(place, 0)
             slots = slots + (slot,)
             places = places + (place,)
             theres = theres + (start + p < count,)
@@ -533,7 +542,14 @@ def summed(
             y = y * gl.load(weights_ptr + token * TOP + slots[p]).to(gl.float32)
             sums = sums + (y if ALL else gl.where(theres[p], y, 0.0))
     _wait()
-    sums = gl.where(refused != 0, float("nan"), sums)
+    if refused >= 0:
+        sums = gl.full([R * 16], float("nan"), gl.float32, gl.SliceLayout(1, ROWS))
+        if group == 0:
+            slot = token * TOP + refused
+            number = gl.load(indices_ptr + slot).to(gl.int64)
+            null = gl.where((number >= 0) & (number < EXPERTS), 1, 0).to(gl.int64)
+            number = gl.minimum(gl.maximum(number, -2147483648), 2147483647)
+            gl.store(refused_ptr, (number << 32) | (null << 31) | (slot + 1).to(gl.int64))
     gl.store(
         out_ptr + token.to(gl.int64) * N + n, sums.to(out_ptr.dtype.element_ty), mask=(n >= first) & (n < N)
     )
