@@ -188,7 +188,7 @@ In hf: names, fusing <- plan <- filling <- quantizer <- loading, and saving <- f
 In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention.
 What ends in _code is loaded only to run."""
 
-CUDA = {"choices", "launch", "shared", "refused", "fragments", "fp8_quantize"}
+CUDA = {"choices", "launch", "shared", "refused", "fragments", "fp8_quantize", "lists"}
 """In kernels.cuda: what every kernel may import, beside its own device code, the file of its name and _code."""
 
 TILED = {
@@ -302,6 +302,8 @@ NO_KERNELS = (
     "refused",
     "fp8_quantize",
     "fp8_quantize_code",
+    "lists",
+    "lists_code",
 )
 TABLES = {"layouts": "LAYOUTS", "recipes": "RECIPES", "dialects": "DIALECTS", "kernels": "KERNELS"}
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from halfbyte.kernels.base import ALIGNED
 from halfbyte.kernels.cuda.launch import why_not
-from halfbyte.kernels.cuda.lists import Lists, Numbers, bind_combine, bind_lists
+from halfbyte.kernels.cuda.lists import WORD, Lists, Numbers, bind_combine, bind_lists
 from halfbyte.kernels.cuda.shared import in_turn, workspace
 from halfbyte.kernels.experts import ExpertsArgs, ExpertsCall
 from halfbyte.layouts import Fragments
@@ -62,7 +62,8 @@ class Layer:
     Args:
         args: of calls like these.
         size: slots of a block; 0 for none, where ``products`` needs no lists and writes the result.
-        products: launches both: of hidden, indices, weights, out, the address of the lists, and those of h and y.
+        products: launches both: of hidden, indices, weights, out, the addresses of blocks, slots and count, and those of
+            h and y.
     """
 
     def __init__(self, args: ExpertsArgs, size: int, products: Callable[..., None]) -> None:
@@ -71,10 +72,12 @@ class Layer:
         self._products, self._device = products, device
         self._places = numbers.places(device)
         self._lists: Any = None
+        self._words: tuple[int, ...] = ()
         lists = 0
         if size:
             made = Lists(tokens, top, size, numbers, call.indices)
             lists = _whole(made.nbytes)
+            self._words = WORD * made.blocks, WORD * made.slots, WORD * made.count
             dtypes = call.indices, call.weights, call.out_dtype
             of = numbers, self._places, device, call.capability
             self._lists = bind_lists(made, *of[1:])
@@ -92,9 +95,13 @@ class Layer:
     def _run(self, at: int, hidden: Any, indices: Any, weights: Any, out: Any) -> None:
         if self._lists is not None:
             self._lists(indices, at)
-        self._products(hidden, indices, weights, out, at, at + self._h, at + self._y)
+        self._multiply(at, hidden, indices, weights, out)
         if self._lists is not None:
             self._combine(at + self._y, indices, weights, out)
+
+    def _multiply(self, at: int, hidden: Any, indices: Any, weights: Any, out: Any) -> None:
+        lists = tuple([at + word for word in self._words])
+        self._products(hidden, indices, weights, out, lists, at + self._h, at + self._y)
 
     def lists(self, indices: Any) -> None:
         """The lists alone, kept for ``products``."""
@@ -103,8 +110,7 @@ class Layer:
 
     def products(self, hidden: Any, indices: Any, weights: Any, out: Any) -> None:
         """The products alone, after ``lists``; kept for ``combine``."""
-        at = self._memory()
-        self._products(hidden, indices, weights, out, at, at + self._h, at + self._y)
+        self._multiply(self._memory(), hidden, indices, weights, out)
 
     def combine(self, weights: Any, indices: Any, out: Any) -> None:
         """The sum alone, after ``products``."""
