@@ -53,7 +53,7 @@ def refuse(call: ExpertsCall) -> tuple[str, ...]:
 def numbers_of(args: ExpertsArgs | ExpertsCall) -> Numbers:
     """Which numbers name which experts."""
     mixture = args.mixture
-    return Numbers(mixture.experts, mixture.local, mixture.padding, mixture.null == "skip")
+    return Numbers(mixture.experts, mixture.local, mixture.padding, getattr(mixture, "null", "refuse") == "skip")
 
 
 class Layer:
