@@ -68,11 +68,13 @@ class ExpertsDecode:
         first: gate_up.
         second: down.
         together: slots of a token, at most, that a program of the second multiplies before it adds them.
+        parts: of the warps of such a program, each of which takes another of those slots.
     """
 
     first: Product = field(default_factory=Product)
     second: Product = field(default_factory=Product)
     together: int = 8
+    parts: int = 1
 
 
 def weights_of(which: str, bias: str, x: str, out: str) -> dict[str, str]:
@@ -148,18 +150,16 @@ def second_parts(call: ExpertsCall, bias: str, made: Product) -> tuple[dict[str,
     return types, constants
 
 
-def summed_parts(
-    call: ExpertsCall, bias: str, made: Product, together: int
-) -> tuple[dict[str, str], dict[str, Any]]:
+def summed_parts(call: ExpertsCall, bias: str, made: ExpertsDecode) -> tuple[dict[str, str], dict[str, Any]]:
     """The same of down where it adds the slots of a token."""
-    numbers = numbers_of(call)
-    steps = -(-(-(-call.inner // UNIT)) // made.warps)
+    numbers, second = numbers_of(call), made.second
     whole = not numbers.padding and (not numbers.remote or len(numbers.local) == numbers.experts)
-    rounds = -(-call.top // together)
-    group = -(-call.top // rounds)
+    parts = min(made.parts, second.warps)
+    group = min(made.together, -(-call.top // parts) * parts)
+    steps = group // parts * -(-(-(-call.inner // UNIT)) // (second.warps // parts))
     constants = {
-        "K": call.inner, "TOP": call.top, "R": tiles_of(call.shape[-1], made), "D": min(made.ahead, group * steps),
-        "G": group, "ALL": whole and rounds == 1,
+        "K": call.inner, "TOP": call.top, "R": tiles_of(call.shape[-1], second), "D": min(second.ahead, steps),
+        "G": group, "S": parts, "ALL": whole and group == call.top,
         **decoding(call.dtype, per_row=call.down_per_row, bias=call.down_bias),
         **numbers.constants(),
     }  # fmt: skip
@@ -199,7 +199,7 @@ def programs(
         pdl=True,
         maxnreg=first.registers,
     )
-    parts = summed_parts(call, biases[1], second, made.together) if few else second_parts(call, biases[1], second)
+    parts = summed_parts(call, biases[1], made) if few else second_parts(call, biases[1], second)
     two = program(
         code.summed if few else code.listed,
         *parts,
@@ -273,7 +273,7 @@ def expected_blocks(call: ExpertsCall) -> int:
     local, slots = len(call.mixture.local), call.rows * call.top
     most = most_blocks(slots, local, COLUMNS)
     even = most_blocks(-(-slots * local // call.mixture.experts), local, COLUMNS)
-    return min(most, even + even // 2)
+    return min(most, even + max(4, even // 2))
 
 
 def compile_as(call: ExpertsCall, made: ExpertsDecode) -> None:
