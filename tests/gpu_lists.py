@@ -16,7 +16,8 @@ import torch
 
 from halfbyte.errors import UsageError, WeightError
 from halfbyte.kernels.base import capability
-from halfbyte.kernels.cuda.lists import Lists, Numbers, bind_combine, bind_lists, raise_earlier
+from halfbyte.kernels.cuda import refused as told
+from halfbyte.kernels.cuda.lists import Lists, Numbers, bind_combine, bind_lists, bind_runs
 
 ALL = Numbers(8, tuple(range(8)))
 NUMBERS = (
@@ -26,7 +27,7 @@ NUMBERS = (
     Numbers(64, tuple(range(16, 24)), padding=True, remote=True),
     Numbers(12, (0, 3, 4, 11), remote=True),
 )
-SIZES = (1, 8, 32)
+SIZES = (1, 8, 40)
 SHAPES = ((1, 1), (1, 8), (5, 3), (33, 4), (300, 8))
 
 
@@ -63,9 +64,10 @@ def made(device: str) -> Iterator[str]:
         memory = torch.full((lists.nbytes // 4,), -7, dtype=torch.int32, device=at)
         places = numbers.places(at)
         indices = torch.from_numpy(ids).to(getattr(torch, dtype)).to(at)
-        bind_lists(lists, places, at, sm)(indices, memory if device == "cpu" else memory.data_ptr())
-        raise_earlier(at)
+        word = torch.zeros(1, dtype=torch.int64) if device == "cpu" else told.word(at)
+        bind_lists(lists, places, at, sm, word=word)(indices, memory if device == "cpu" else memory.data_ptr())
         words = memory.cpu().numpy()
+        assert word == 0
         count = int(words[lists.count])
         blocks, slots, offsets = expected(ids, numbers, size)
         name = f"{shape} {numbers} {size} {dtype}"
@@ -108,22 +110,18 @@ def refused(device: str) -> Iterator[str]:
     at = torch.device(device, 0) if device == "cuda" else torch.device(device)
     sm = capability(0) if device == "cuda" else 0
     for numbers, bad, error, words in (
-        (ALL, 8, UsageError, "ids of an earlier call name no expert: got 8 for token 70"),
-        (ALL, -(2**40), UsageError, "ids of an earlier call name no expert: got -2147483648 for token 70"),
-        (
-            Numbers(12, (0, 3, 4, 11)),
-            5,
-            WeightError,
-            "in an earlier call token 70 was routed to expert 5, which is null",
-        ),
-        (Numbers(12, (2, 3)), 5, WeightError, "in an earlier call token 70 was routed to expert 5, which is null"),
+        (ALL, 8, UsageError, "an id named no expert at slot 141 .*got 8;"),
+        (ALL, -(2**40), UsageError, "an id named no expert at slot 141 .*got -2147483648;"),
+        (Numbers(12, (0, 3, 4, 11)), 5, WeightError, "a token was routed to expert 5, which is null, at slot 141 "),
+        (Numbers(12, (2, 3)), 5, WeightError, "a token was routed to expert 5, which is null, at slot 141 "),
     ):
         ids = torch.full((100, 2), numbers.local[1], device=at)
         ids[70, 1] = bad
         lists = Lists(100, 2, 8, numbers)
         memory = torch.zeros(lists.nbytes // 4, dtype=torch.int32, device=at)
         places = numbers.places(at)
-        bind_lists(lists, places, at, sm)(ids, memory if device == "cpu" else memory.data_ptr())
+        word = torch.zeros(1, dtype=torch.int64) if device == "cpu" else told.word(at)
+        bind_lists(lists, places, at, sm, word=word)(ids, memory if device == "cpu" else memory.data_ptr())
         y = torch.ones(200, 16, device=at)
         out = torch.zeros(100, 16, device=at)
         run = bind_combine(100, 2, 16, ("int64", "float32", "float32"), numbers, places, at, sm)
@@ -131,11 +129,37 @@ def refused(device: str) -> Iterator[str]:
         assert memory[lists.offsets + len(numbers.local)] == 199
         assert out.isnan().all(1).nonzero().flatten().tolist() == [70]
         assert (out[:70] == 2).all()
-        with pytest.raises(error) as raised:
-            raise_earlier(at)
-        assert str(raised.value).startswith(words)
-        raise_earlier(at)
+        with pytest.raises(error, match=words):
+            told._raise(int(word), "cuda") if device == "cpu" else told.look(at)
+        if device != "cpu":
+            told.look(at)
         yield words
+
+
+def sorted_already(device: str) -> Iterator[str]:
+    """The lists of (3, 0, 9, ...) slots in turn are those of the routing that has them in turn."""
+    at = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    sm = capability(0) if device == "cuda" else 0
+    for local, most, size, dtype in itertools.product((1, 40, 130), (1, 20), (1, 8, 40), ("int64", "int32")):
+        rng = np.random.default_rng(local)
+        sizes = rng.integers(0, most + 1, local) * (rng.random(local) < 0.7)
+        sizes[0] += 1
+        total = int(sizes.sum())
+        numbers = Numbers(local, tuple(range(local)))
+        for tokens in {total, total - 1, total + 5} - {0}:
+            lists = Lists(tokens, 1, size, numbers, dtype)
+            memory = torch.full((lists.nbytes // 4,), -7, dtype=torch.int32, device=at)
+            given = torch.from_numpy(sizes).to(getattr(torch, dtype)).to(at)
+            bind_runs(lists, at, sm)(given, memory if device == "cpu" else memory.data_ptr())
+            words = memory.cpu().numpy()
+            blocks, slots, offsets = expected(np.repeat(np.arange(local), sizes)[:tokens], numbers, size)
+            name = f"{local} {most} {size} {dtype} {tokens}"
+            assert int(words[lists.count]) == len(blocks) <= lists.most, name
+            assert words[lists.blocks :][: len(blocks)].tolist() == blocks, name
+            assert words[lists.slots :][: len(blocks) * size].reshape(-1, size).tolist() == slots, name
+            assert words[lists.offsets :][: len(offsets)].tolist() == offsets, name
+            assert (words[lists.slots + len(blocks) * size : lists.count] == -7).all(), name
+        yield name
 
 
 if __name__ == "__main__":

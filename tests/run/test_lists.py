@@ -13,7 +13,7 @@ from gpu_codecs import needs_gpu, needs_triton
 from halfbyte.kernels.cuda import lists
 from halfbyte.kernels.cuda.lists import Lists, Numbers, most_blocks
 
-PARTS = ("made", "combined", "refused")
+PARTS = ("made", "combined", "refused", "sorted_already")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,9 @@ def test_in_the_interpreter():
         cwd=Path(__file__).parents[1],
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "made 150\ncombined 60\nrefused 4\n"), done.stderr[-3000:]
+    assert (done.returncode, done.stdout) == (0, "made 150\ncombined 60\nrefused 4\nsorted_already 36\n"), done.stderr[
+        -3000:
+    ]
 
 
 def programs(capability):
@@ -57,6 +59,7 @@ def programs(capability):
         (lists_code.lists, lists.lists_parts(few, capability)),
         (lists_code.lists, lists.lists_parts(many, capability)),
         (lists_code.counts, lists.counts_parts(many, capability)),
+        (lists_code.runs, lists.runs_parts(many, capability)),
         (lists_code.combine, lists.combine_parts(2048, 8, dtypes, numbers, capability)),
     ):
         arguments = {name: of.removesuffix(":16") for name, of in signature.items()}

@@ -6,7 +6,19 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, dense, embedding, experts_torch, fp8, gated, int8, pick, reference, step_torch
+from halfbyte.kernels import (
+    attention,
+    dense,
+    embedding,
+    experts_torch,
+    fp8,
+    gated,
+    grouped,
+    int8,
+    pick,
+    reference,
+    step_torch,
+)
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.cpu import dense as cpu_dense
@@ -35,6 +47,7 @@ from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
 from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
 from halfbyte.kernels.gated import GatedArgs
+from halfbyte.kernels.grouped import GroupedArgs, GroupedCall
 from halfbyte.kernels.int8 import Int8Args, Int8Call
 from halfbyte.kernels.pick import PickArgs
 from halfbyte.kernels.step import AddNormArgs, AttendArgs, GateArgs
@@ -57,6 +70,7 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     decode_gluon.GATED,
     gated.COMPOSED,
     experts_torch.LOOP,
+    grouped.LOOP,
     cuda_step.ADD_NORM,
     attend_gluon.GLUON,
     cuda_step.ATTEND,
@@ -109,6 +123,8 @@ __all__ = [
     "Fp8Call",
     "GateArgs",
     "GatedArgs",
+    "GroupedArgs",
+    "GroupedCall",
     "Int8Args",
     "Int8Call",
     "Kernel",

@@ -11,8 +11,7 @@ number, and cut into blocks of ``size`` that are of one place each. What a consu
     offsets  (local + 1,)     of each place how many slots places before it have; the last: how many have a place
 
 A slot has no place where its expert is not of the stack. It is then skipped or refused, as ``Numbers`` says: nothing
-computes it, and ``combine`` adds nothing, or makes the token NaN. Nothing waits for the device to tell: why a slot was
-refused is written to the host's memory, where ``raise_earlier`` finds it, in some later call.
+computes it, and ``combine`` adds nothing, or makes the token NaN, of which ``halfbyte.kernels.cuda.refused`` tells.
 
 All is deterministic: a slot's place among the sorted ones is counted, by programs of ``CHUNK`` slots that each look at
 all of them, or where there are many at what an earlier launch counted. Both launches start early, and let the one
@@ -25,9 +24,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from halfbyte.errors import UsageError, WeightError
+from halfbyte.errors import UsageError
 from halfbyte.kernels.base import ALIGNED
+from halfbyte.kernels.cuda import refused
 from halfbyte.kernels.cuda.launch import Program, program
+from halfbyte.kernels.experts import Mixture
 
 TYPES: Final = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 IDS: Final = {"int32": "*i32", "int64": "*i64"}
@@ -40,7 +41,8 @@ MOST_AT_ONCE: Final = 2048
 """Slots that a program looks at; with more, there are two launches."""
 COUNTED: Final = 512
 """Slots of a program where there are two launches."""
-MOST_LOCAL: Final = 1024
+RUNS: Final = 16
+"""Blocks of a program, where slots are sorted already."""
 WORD: Final = 4
 BLOCK: Final = 512
 """Values of a program of ``combine``."""
@@ -61,6 +63,11 @@ class Numbers:
     local: tuple[int, ...]
     padding: bool = False
     remote: bool = False
+
+    @staticmethod
+    def of(mixture: Mixture) -> Numbers:
+        """Those of a mixture."""
+        return Numbers(mixture.experts, mixture.local, mixture.padding, mixture.null == "skip")
 
     @property
     def first(self) -> int:
@@ -102,7 +109,7 @@ class Lists:
     Args:
         tokens: T.
         top: k, slots of a token.
-        size: slots of a block, a power of two.
+        size: slots of a block: a multiple of 8, or less than 8 and a power of two.
         numbers: of the experts.
         ids: the dtype of indices, "int32" or "int64".
     """
@@ -112,6 +119,10 @@ class Lists:
     size: int
     numbers: Numbers
     ids: str = "int64"
+
+    def __post_init__(self) -> None:
+        if self.size % 8 if self.size >= 8 else self.size not in (1, 2, 4):
+            raise UsageError("no size of blocks", got=self.size, expected="a multiple of 8, or 1, 2 or 4")
 
     @property
     def most(self) -> int:
@@ -197,6 +208,23 @@ def lists_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str,
     return signature, constants, 8 if every > 512 or not every else 4
 
 
+def runs_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str, Any], int]:
+    """As ``counts_parts``."""
+    signature = {
+        "sizes": IDS[made.ids], "blocks": "*i32:16", "slots": "*i32:16", "count": "*i32:16", "offsets": "*i32:16",
+        "SLOTS": "i32",
+    }  # fmt: skip
+    constants = {
+        "SIZE": made.size,
+        "WIDE": 1 << (made.size - 1).bit_length(),
+        "CHUNK": RUNS,
+        "BINS": _bins(made.numbers),
+        "LOCAL": len(made.numbers.local),
+        "EARLY": capability >= HOPPER,
+    }
+    return signature, constants, 4
+
+
 def combine_parts(
     h: int, top: int, dtypes: tuple[str, str, str], numbers: Numbers, capability: int
 ) -> tuple[dict[str, str], dict[str, Any], int]:
@@ -211,7 +239,7 @@ def combine_parts(
 
 
 def bind_lists(
-    made: Lists, places: Any, device: Any, capability: int, early: bool = True
+    made: Lists, places: Any, device: Any, capability: int, early: bool = True, word: Any = None
 ) -> Callable[[Any, Any], None]:
     """What makes lists.
 
@@ -221,6 +249,7 @@ def bind_lists(
         device: of torch's, with an index; "cpu" for Triton's interpreter.
         capability: of the device, 90 for sm_90.
         early: whether it may start before the kernel ahead of it ends.
+        word: where it writes which slot is refused; by default that of ``refused``.
 
     Returns:
         A function of indices (T, k), without gaps, and of memory: (nbytes / 4,) i32, or on a GPU its address.
@@ -232,19 +261,47 @@ def bind_lists(
     count = None if made.at_once else _program(counts, counts_parts(made, capability), device, early)
     chunks = (-(-slots // (CHUNK if made.at_once else COUNTED)), 1, 1)
     words = (made.blocks, made.slots, made.count, made.offsets, made.table)
-    plain, noted = bool(run.plainly), _noted(device)
+    plain, noted = bool(run.plainly), refused.word(device) if word is None else word
     named = None if places is None else (places if plain else places.data_ptr())
 
     def bound(indices: Any, memory: Any) -> None:
         if plain:
-            ids, refused = indices, noted
+            ids, told = indices, noted
             blocks, listed, total, offsets, table = (memory[word:] for word in words)
         else:
-            ids, refused = indices.data_ptr(), noted.data_ptr()
+            ids, told = indices.data_ptr(), noted.data_ptr()
             blocks, listed, total, offsets, table = [memory + WORD * word for word in words]
         if count is not None:
             count(chunks, (ids, named, table, slots))
-        run(chunks, (ids, named, blocks, listed, total, offsets, table, refused, slots))
+        run(chunks, (ids, named, blocks, listed, total, offsets, table, told, slots))
+
+    return bound
+
+
+def bind_runs(made: Lists, device: Any, capability: int, early: bool = True) -> Callable[[Any, Any], None]:
+    """What makes the same of T slots that are sorted already: those of place 0 come first.
+
+    Args:
+        made: what is made, and where; ``top`` is 1, and ``ids`` the dtype of the sizes.
+        device: as of ``bind_lists``.
+        capability: as of ``bind_lists``.
+        early: as of ``bind_lists``.
+
+    Returns:
+        A function of sizes (local,), how many slots each place has, and of memory, as of ``bind_lists``. Slots beyond
+        their sum are in no block, and sizes beyond T are cut.
+    """
+    from halfbyte.kernels.cuda.lists_code import runs
+
+    run = _program(runs, runs_parts(made, capability), device, early)
+    grid, plain, slots = (max(1, -(-made.most // RUNS)), 1, 1), bool(run.plainly), made.tokens
+    words = (made.blocks, made.slots, made.count, made.offsets)
+
+    def bound(sizes: Any, memory: Any) -> None:
+        if plain:
+            run(grid, (sizes, *(memory[word:] for word in words), slots))
+        else:
+            run(grid, (sizes.data_ptr(), *[memory + WORD * word for word in words], slots))
 
     return bound
 
@@ -295,49 +352,3 @@ def _program(kernel: Any, parts: tuple[Any, Any, int], device: Any, early: bool)
     signature, constants, warps = parts
     pdl = constants["EARLY"] and early
     return program(kernel, signature, constants | {"EARLY": pdl}, device=device, warps=warps, pdl=pdl)
-
-
-_refused: Final[dict[Any, Any]] = {}
-"""(1,) int64 of each device, in the host's memory: see ``raise_earlier``."""
-
-
-def _noted(device: Any) -> Any:
-    import torch
-
-    device = torch.device(device)
-    known = _refused.get(device)
-    if known is None:
-        known = torch.zeros(1, dtype=torch.int64)
-        known = _refused[device] = known.pin_memory() if device.type == "cuda" else known
-    return known
-
-
-def noted_address(device: Any) -> int:
-    """Where kernels on a device write why they refused a slot: kind << 56 | token << 32 | number, as u32.
-
-    The kind is 1 for a null expert, 2 for a number of no expert.
-    """
-    return int(_noted(device).data_ptr())
-
-
-def raise_earlier(device: Any) -> None:
-    """Raise if a call before this one refused a slot and was looked at by none yet.
-
-    Raises:
-        UsageError: a number that names no expert.
-        WeightError: a token that is routed to a null expert.
-    """
-    known = _refused.get(device)
-    if known is None or not known.numpy()[0]:
-        return
-    found = int(known[0])
-    known.zero_()
-    kind, token, number = found >> 56, found >> 32 & 0xFFFFFF, found & 0xFFFFFFFF
-    number -= (number >> 31) << 32
-    said = "that token's result is NaN, and other tokens' are right"
-    if kind == 1:
-        raise WeightError(
-            f"in an earlier call token {token} was routed to expert {number}, which is null: another rank holds it",
-            hint=f"route its tokens to that rank; {said}",
-        )
-    raise UsageError("ids of an earlier call name no expert", got=f"{number} for token {token}", hint=said)

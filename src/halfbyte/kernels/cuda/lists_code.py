@@ -71,9 +71,9 @@ def lists(
         count: (1,), of blocks.
         offsets: (LOCAL + 1,), of the slots of each place among all that have one.
         table: (chunks, BINS) as of ``counts``, if ALL is 0.
-        refused: (1,) i64: what a slot was refused for.
+        refused: (1,) i64: which slot is refused, as in ``halfbyte.kernels.cuda.refused``.
         SLOTS: T times TOP.
-        SIZE: slots of a block, a power of two.
+        SIZE: slots of a block.
         CHUNK: slots of a program, a power of two.
         ALL: SLOTS or more, a power of two, if each program looks at all of them; else 0.
         BINS: LOCAL or more, a power of two.
@@ -125,7 +125,7 @@ def lists(
     tl.store(blocks + base + rank // SIZE, place, mask=listed & (rank % SIZE == 0))
     to = base * SIZE + rank
     tl.store(slots + to, slot, mask=listed)
-    STEP: tl.constexpr = 16 if SIZE > 16 else SIZE
+    STEP: tl.constexpr = 8 if SIZE > 8 else SIZE
     for step in tl.static_range(0, SIZE, STEP):
         after = 1 + step + tl.arange(0, STEP)[None, :]
         empty = last[:, None] & (rank[:, None] % SIZE + after < SIZE)
@@ -140,17 +140,60 @@ def lists(
     if NULL < -1 or UNKNOWN < -1:
         worst = tl.min(tl.where((place < -1) & (slot < SLOTS), slot, SLOTS), 0)
         if worst < SLOTS:
-            refuse(refused, indices, worst, TOP, EXPERTS)
+            number = tl.load(indices + worst).to(tl.int64)
+            null = tl.where((number >= 0) & (number < EXPERTS), 1, 0).to(tl.int64)
+            number = tl.minimum(tl.maximum(number, -2147483648), 2147483647)
+            tl.store(refused, (number << 32) | (null << 31) | (worst + 1).to(tl.int64))
 
 
 @triton.jit
-def refuse(refused, indices, slot, TOP: tl.constexpr, EXPERTS: tl.constexpr):
-    """Write why a slot is refused: kind, token and number; see ``halfbyte.kernels.cuda.lists.raise_earlier``."""
-    number = tl.load(indices + slot).to(tl.int64)
-    kind = tl.where((number >= 0) & (number < EXPERTS), 1, 2).to(tl.int64)
-    number = tl.minimum(tl.maximum(number, -2147483648), 2147483647)
-    token = (slot // TOP).to(tl.int64) & 0xFFFFFF
-    tl.store(refused, (kind << 56) | (token << 32) | (number & 0xFFFFFFFF))
+def runs(
+    sizes, blocks, slots, count, offsets, SLOTS,
+    SIZE: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, LOCAL: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """CHUNK blocks of slots that are sorted already.
+
+    Args:
+        sizes: (LOCAL,) i32 or i64, slots of each place; negative ones count as 0.
+        blocks: as of ``lists``.
+        slots: as of ``lists``; of slots from SLOTS on nothing is listed.
+        count: as of ``lists``.
+        offsets: as of ``lists``.
+        SLOTS: how many there are.
+        SIZE: slots of a block.
+        WIDE: SIZE or more, a power of two.
+        CHUNK: blocks of a program, a power of two.
+        BINS: LOCAL or more, a power of two.
+        LOCAL: places.
+        EARLY: it starts before the kernel ahead of it ends, and so may the one behind.
+    """
+    bins = tl.arange(0, BINS)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    size = tl.maximum(tl.load(sizes + bins, mask=bins < LOCAL, other=0), 0).to(tl.int32)
+    ends = tl.cumsum(size, 0)
+    starts = tl.minimum(ends - size, SLOTS)
+    ends = tl.minimum(ends, SLOTS)
+    size = ends - starts
+    full = (size + (SIZE - 1)) // SIZE
+    last = tl.cumsum(full, 0)
+    block = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    there = block < tl.sum(full, 0)
+    place = tl.sum((last[None, :] <= block[:, None]).to(tl.int32), 1)
+    own = tl.minimum(place, BINS - 1)
+    tl.store(blocks + block, place, mask=there)
+    first = (block - tl.gather(last - full, own, 0)) * SIZE
+    left = tl.gather(size, own, 0) - first
+    slot = tl.gather(starts, own, 0) + first
+    each = tl.arange(0, WIDE)[None, :]
+    listed = tl.where(each < left[:, None], slot[:, None] + each, -1)
+    tl.store(slots + block[:, None] * SIZE + each, listed, mask=there[:, None] & (each < SIZE))
+    if tl.program_id(0) == 0:
+        tl.store(count, tl.sum(full, 0))
+        tl.store(offsets + 1 + bins, ends, mask=bins < LOCAL)
+        tl.store(offsets, 0)
 
 
 @triton.jit
