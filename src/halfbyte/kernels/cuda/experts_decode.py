@@ -26,10 +26,10 @@ from halfbyte.arrays import dtype_name
 from halfbyte.kernels.base import Kernel
 from halfbyte.kernels.cuda import experts, refused
 from halfbyte.kernels.cuda.decode_gluon import TILE, UNIT
-from halfbyte.kernels.cuda.experts import Layer, numbers_of, slots_each
+from halfbyte.kernels.cuda.experts import Layer, slots_each, table_of
 from halfbyte.kernels.cuda.fragments import TYPES, decode_code, scale_code
 from halfbyte.kernels.cuda.launch import Program, program
-from halfbyte.kernels.cuda.lists import most_blocks
+from halfbyte.kernels.cuda.lists import Numbers, most_blocks
 from halfbyte.kernels.experts import ExpertsArgs, ExpertsCall, experts_cost
 from halfbyte.layouts.fragments import FACTOR
 
@@ -128,7 +128,7 @@ def first_parts(
         **decoding(call.dtype, per_row=call.per_row, bias=call.bias),
         "ACTIVATION": mixture.activation, "GATED": mixture.gated, "UP_FIRST": mixture.gate_up_order == "up_first",
         "LIMIT": mixture.limit,
-        **({"EARLY": False} if listed else numbers_of(call).constants()),
+        **({"EARLY": False} if listed else Numbers.of(call.mixture).constants()),
     }  # fmt: skip
     lists = ("blocks_ptr", "slots_ptr", "count_ptr")
     routing = dict.fromkeys(lists, "*i32") if listed else {"indices_ptr": _ids(call), "places_ptr": "*i32"}
@@ -152,7 +152,7 @@ def second_parts(call: ExpertsCall, bias: str, made: Product) -> tuple[dict[str,
 
 def summed_parts(call: ExpertsCall, bias: str, made: ExpertsDecode) -> tuple[dict[str, str], dict[str, Any]]:
     """The same of down where it adds the slots of a token."""
-    numbers, second = numbers_of(call), made.second
+    numbers, second = Numbers.of(call.mixture), made.second
     whole = not numbers.padding and (not numbers.remote or len(numbers.local) == numbers.experts)
     parts = min(made.parts, second.warps)
     group = min(made.together, -(-call.top // parts) * parts)
@@ -244,16 +244,16 @@ def bind(args: ExpertsArgs, made: ExpertsDecode | None = None) -> Callable[[Any,
     slots = call.rows * call.top
 
     if listless(call):
-        places = numbers_of(args).places(args.hidden.device)
+        table = table_of(args)
         said = refused.word(args.hidden.device).data_ptr()
         grids = (slots * each[0], 1, 1), (call.rows * each[1], 1, 1)
 
         def products(hidden: Any, indices: Any, weights: Any, out: Any, lists: Any, h: int, y: int) -> None:
             ids = indices.data_ptr()
-            first(grids[0], (*stacks[0], hidden.data_ptr(), added[0], h, ids, places, rows[0], each[0]))
+            first(grids[0], (*stacks[0], hidden.data_ptr(), added[0], h, ids, table, rows[0], each[0]))
             second(
                 grids[1],
-                (*stacks[1], h, added[1], out.data_ptr(), ids, places, weights.data_ptr(), said, rows[1], each[1]),
+                (*stacks[1], h, added[1], out.data_ptr(), ids, table, weights.data_ptr(), said, rows[1], each[1]),
             )
 
         return Layer(args, 0, products)
