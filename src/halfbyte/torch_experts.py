@@ -94,7 +94,7 @@ def _stacks(
             layouts.split(";"), (shapes[:3], shapes[3:]), names.split(";"), (gate_up, down), strict=True
         )
     )
-    return Stacks(gate_up=one, down=two, gate_up_bias=gate_up_bias, down_bias=down_bias, remember=False)
+    return Stacks(gate_up=one, down=two, gate_up_bias=gate_up_bias, down_bias=down_bias)
 
 
 def traced(hidden: Tensor, indices: Tensor, weights: Tensor, stacks: Sequence[Any], mixture: Mixture) -> Tensor:
