@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError
-from halfbyte.kernels import ExpertsArgs, ExpertsCall, Kernel, forced, ordered, select
+from halfbyte.kernels import ExpertsArgs, Kernel
 from halfbyte.kernels.cuda import refused
 from halfbyte.kernels.experts import Mixture, check_ids
-from halfbyte.kernels.experts_torch import LOOP
+from halfbyte.kernels.experts_torch import LOOP, chosen
 from halfbyte.layouts import Packed
 from halfbyte.operands import check_beside, check_float, contiguous, wants_gradient, without_gradient
 from halfbyte.remembered import forced_name, keep, watched_weakly
@@ -54,7 +54,14 @@ class Stacks:
 
 
 def compute(
-    hidden: Tensor, indices: Tensor, weights: Tensor, stacks: Stacks, mixture: Mixture, precision: str = "exact"
+    hidden: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    stacks: Stacks,
+    mixture: Mixture,
+    *,
+    precision: str = "exact",
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """What the experts make of tokens.
 
@@ -66,48 +73,43 @@ def compute(
         mixture: how they compute.
         precision: "exact", or "fp8" to allow that activations and weights are rounded to E4M3: on a GPU where a kernel
             does so and is faster, elsewhere always.
+        out_dtype: of the result: that of hidden, which is the default, or float32.
 
     Returns:
-        (T, H) in hidden's dtype.
+        (T, H).
 
     Raises:
         UsageError: tensors that do not fit; ids that name no expert, unless ``padding``; on a GPU in a later call.
-        WeightError: a token that is routed to a null expert; on a GPU in a later call.
+        WeightError: a token that is routed to a null expert, unless those are skipped; on a GPU in a later call.
     """
+    to = hidden.dtype if out_dtype is None else out_dtype
     if hidden.is_cuda:
         refused.look(hidden.device)
     key = (
         "experts", hidden.shape, hidden.dtype, hidden.device, indices.shape, indices.dtype, indices.device,
-        weights.shape, weights.dtype, weights.device, *stacks.identity, mixture, precision, forced_name(),
+        weights.shape, weights.dtype, weights.device, *stacks.identity, mixture, precision, to, forced_name(),
     )  # fmt: skip
     known = stacks.gate_up.memo.get(key)
     if known is not None and known[0]() and not wants_gradient(hidden, weights):
-        return _run(known[1], hidden, indices, weights, mixture)
+        return _run(known[1], hidden, indices, weights, mixture, to)
     check(hidden, indices, weights, stacks)
     if wants_gradient(hidden, weights):
         made: Tensor = without_gradient()(
-            hidden, weights, lambda x: _first(x, indices, weights, stacks, mixture, precision, key)
+            hidden, weights, lambda x: _first(x, indices, weights, stacks, mixture, precision, to, key)
         )
         return made
-    return _first(hidden, indices, weights, stacks, mixture, precision, key)
-
-
-def chosen(call: ExpertsCall) -> tuple[Kernel[ExpertsArgs, ExpertsCall], str]:
-    """The kernel that runs a call, and the precision that it computes in: where FP8 is allowed, a GPU may be exact.
-
-    Raises:
-        NoKernelError: nothing accepts this call.
-    """
-    if call.precision == "fp8" and call.device == "cuda" and not forced(call.op):
-        for kernel in ordered(ExpertsArgs, call):
-            if kernel is not LOOP and not kernel.refuse(call):
-                return kernel, "fp8"
-        call = replace(call, precision="exact")
-    return select(ExpertsArgs, call), call.precision
+    return _first(hidden, indices, weights, stacks, mixture, precision, to, key)
 
 
 def _first(
-    hidden: Tensor, indices: Tensor, weights: Tensor, stacks: Stacks, mixture: Mixture, precision: str, key: Any
+    hidden: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    stacks: Stacks,
+    mixture: Mixture,
+    precision: str,
+    to: torch.dtype,
+    key: Any,
 ) -> Tensor:
     """A call of its kind whose kernel is not known; what it comes down to is kept with gate_up."""
     args = ExpertsArgs(
@@ -120,20 +122,20 @@ def _first(
         down_bias=_whole(stacks.down_bias),
         mixture=mixture,
         precision=precision,
-        out=torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device),
+        out=torch.empty(hidden.shape, dtype=to, device=hidden.device),
     )
     kernel, computed = chosen(args.call())
     if not hidden.numel():
-        return torch.empty_like(hidden)
+        return torch.empty_like(hidden, dtype=to)
     args = args if computed == precision else replace(args, precision=computed)
     if not (args.indices.numel() and mixture.local):
         kernel = LOOP
     if kernel.bind is None:
-        return _run(functools.partial(_unbound, kernel, args), args.hidden, args.indices, args.weights, mixture)
+        return _run(functools.partial(_unbound, kernel, args), args.hidden, args.indices, args.weights, mixture, to)
     run = kernel.bind(args)
     if hidden.is_cuda or len(hidden) <= _FEW_TOKENS:
         keep(stacks.gate_up.memo, key, (watched_weakly(stacks.tensors()), run))
-    return _run(run, hidden, indices, weights, mixture)
+    return _run(run, hidden, indices, weights, mixture, to)
 
 
 def _unbound(kernel: Kernel[Any, Any], like: ExpertsArgs, *arrays: Tensor) -> None:
@@ -141,11 +143,13 @@ def _unbound(kernel: Kernel[Any, Any], like: ExpertsArgs, *arrays: Tensor) -> No
     kernel.run(replace(like, hidden=hidden, indices=indices, weights=weights, out=out))
 
 
-def _run(run: Callable[..., None], hidden: Tensor, indices: Tensor, weights: Tensor, mixture: Mixture) -> Tensor:
+def _run(
+    run: Callable[..., None], hidden: Tensor, indices: Tensor, weights: Tensor, mixture: Mixture, to: torch.dtype
+) -> Tensor:
     hidden, indices, weights = contiguous(hidden), contiguous(indices), contiguous(weights)
     if not hidden.is_cuda:
         check_ids(indices, mixture)
-    out = torch.empty_like(hidden)
+    out = torch.empty_like(hidden, dtype=to)
     run(hidden, indices, weights, out)
     return out
 

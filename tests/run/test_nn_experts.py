@@ -400,7 +400,7 @@ class TestAsAModule:
         experts, given, seen = Experts.of(layers(), limit=7.0, padding=True), routed(3), []
         monkeypatch.setattr(torch_experts, "experts_op", lambda *a: seen.append(a))
         held = [(s._key, s.shape, s.held(), None) for s in (experts.gate_up, experts.down)]
-        traced(*given, held, experts.mixture)
+        traced(*given, held, experts.mixture, "exact", None)
         torch.library.opcheck(experts_op, seen[0])
 
 

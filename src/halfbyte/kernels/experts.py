@@ -9,13 +9,14 @@
 The activation is of the gate times up, or of up alone where there is no gate. A token's result depends on no other
 token, but for the order of the sums within a product, which may follow how many tokens an expert has.
 
-On the CPU ids are checked before a kernel runs: each names an expert that is held here, or where ``padding`` says so
-none, and such slots are skipped. On a GPU nothing waits: the result of a token with an id that is refused is NaN.
+A slot is skipped where ``padding`` is set and its id names no expert, and where ``null`` is "skip" and its id names an
+expert that is not held here; ids that are neither held nor skipped are refused. On the CPU that is looked at before a
+kernel runs. On a GPU nothing waits: the result of a token with an id that is refused is NaN.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
@@ -31,7 +32,10 @@ ORDERS: Final = ("concatenated", "up_first", "interleaved")
 SWIGLU: Final = "swigluoai"
 """gpt-oss: ``(up + 1) * gate * sigmoid(1.702 * gate)``."""
 SWIGLU_ALPHA: Final = 1.702
+NULL: Final = ("refuse", "skip")
 PRECISIONS: Final = ("exact", "fp8")
+_MANY: Final = 256
+"""Ids from which on torch looks for the least and the largest faster than Python goes through them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,8 @@ class Mixture:
         local: the number of each expert that the stacks hold.
         padding: whether ids that name no expert are skipped, not refused.
         gated: whether there is a gate; without one the activation is of up alone.
+        null: "refuse" a token that is routed to an expert which is not held here, or "skip" that slot, as where the
+            results of several ranks are added.
 
     Raises:
         UsageError: an unknown activation or order, numbers of experts that cannot be meant, or what needs a gate
@@ -59,6 +65,7 @@ class Mixture:
     local: tuple[int, ...]
     padding: bool
     gated: bool = True
+    null: str = "refuse"
 
     def __post_init__(self) -> None:
         known = (*ACTIVATIONS, SWIGLU)
@@ -66,6 +73,8 @@ class Mixture:
             raise UsageError("unknown activation", got=repr(self.activation), expected=" or ".join(known))
         if self.gate_up_order not in ORDERS:
             raise UsageError("unknown order of gate and up", got=repr(self.gate_up_order), expected=" or ".join(ORDERS))
+        if self.null not in NULL:
+            raise UsageError("unknown way with null experts", got=repr(self.null), expected=" or ".join(NULL))
         if self.limit is not None and not self.limit > 0:
             raise UsageError("the limit of gate and up is positive", got=self.limit)
         if not self.gated and (self.activation == SWIGLU or self.limit is not None or self.gate_up_order != ORDERS[0]):
@@ -86,7 +95,7 @@ class Mixture:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.activation, self.limit, self.gate_up_order, self.experts, self.local, self.padding))
+        return hash((self.activation, self.limit, self.gate_up_order, self.experts, self.local))
 
     @cached_property
     def held(self) -> frozenset[int]:
@@ -101,7 +110,7 @@ class Mixture:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsCall(Call):
-    """All that decides which kernel runs: of gate_up as Call, where M is T, the tokens, and the result's dtype theirs.
+    """All that decides which kernel runs: of gate_up as Call, where M is T, the tokens.
 
     ``aligned``, ``whole`` and ``odd_scales`` are about both stacks, ``bias`` is gate_up's.
 
@@ -136,6 +145,7 @@ class ExpertsCall(Call):
         top: int,
         dtype: str,
         device: str,
+        out_dtype: str | None = None,
         library: Any = "torch",
         indices: str = "int64",
         weights: str = "float32",
@@ -146,7 +156,7 @@ class ExpertsCall(Call):
     ) -> ExpertsCall:
         """The call on two stacks."""
         how: dict[str, Any] = {
-            "rows": rows, "dtype": dtype, "out_dtype": dtype, "device": device, "library": library,
+            "rows": rows, "dtype": dtype, "out_dtype": out_dtype or dtype, "device": device, "library": library,
             "capability": capability,
         }  # fmt: skip
         one, two = Call.on(gate_up, bias=bias, **how), Call.on(down, bias=down_bias, **how)
@@ -183,6 +193,13 @@ class ExpertsCall(Call):
         """I, the width of h."""
         return self.shape[-2] // self.mixture.parts
 
+    def products(self) -> tuple[Call, Call]:
+        """Of gate_up and of down for one expert that all tokens are routed to; results are float32."""
+        of = {field.name: getattr(self, field.name) for field in fields(Call)}
+        one = of | {"op": "linear", "shape": self.shape[1:], "out_dtype": "float32"}
+        down = {"shape": (self.shape[-1], self.inner), "layout": self.down_layout}
+        return Call(**one), Call(**one | down | {"per_row": self.down_per_row, "bias": self.down_bias})
+
     @property
     def touched(self) -> float:
         """How many of the experts held here have tokens, expected where routing is even and slots are alike."""
@@ -208,7 +225,7 @@ class ExpertsArgs:
         down_bias: (E, H) floats, or None.
         mixture: how they compute.
         precision: "exact" or "fp8".
-        out: (T, H) of the dtype of hidden; written.
+        out: (T, H) of the dtype of hidden, or float32; written.
 
     Raises:
         UsageError: stacks that are not NVFP4, or arrays that do not fit each other.
@@ -242,7 +259,7 @@ class ExpertsArgs:
             )
         for name, shape, dtype in (
             ("hidden", (tokens, width), None),
-            ("out", (tokens, width), None),
+            ("out", (tokens, width), "float32" if dtype_name(self.out.dtype) == "float32" else None),
             ("weights", ids, dtype_name(self.weights.dtype)),
         ):
             check_array(self.op, name, getattr(self, name), self.hidden, shape, dtype)
@@ -260,6 +277,7 @@ class ExpertsArgs:
             rows=self.hidden.shape[0],
             top=self.indices.shape[1],
             dtype=dtype_name(self.hidden.dtype),
+            out_dtype=dtype_name(self.out.dtype),
             indices=dtype_name(self.indices.dtype),
             weights=dtype_name(self.weights.dtype),
             device=device_of(self.hidden),
@@ -289,13 +307,17 @@ def check_ids(indices: Any, mixture: Mixture) -> None:
 
     Raises:
         UsageError: one names no expert, unless ``padding``.
-        WeightError: one names a null expert.
+        WeightError: one names a null expert, unless those are skipped.
     """
     k, experts, held = indices.shape[1], mixture.experts, mixture.held
+    if indices.numel() > _MANY and len(held) == experts and 0 <= int(indices.min()) <= int(indices.max()) < experts:
+        return
     for at, e in enumerate(indices.reshape(-1).tolist()):
         if e in held:
             continue
         if 0 <= e < experts:
+            if mixture.null == "skip":
+                continue
             raise WeightError(
                 f"tokens are routed to expert {e}, which is null: another rank holds it",
                 index=[at // k, at % k],
@@ -329,7 +351,7 @@ def experts_cost(call: ExpertsCall) -> Cost:
     one = sum(sum(size.values()) for size in sizes)
     one += 4 * (n if call.per_row else 1) + 4 * (k if call.down_per_row else 1)
     one += float_dtype(call.dtype).itemsize * (n * call.bias + k * call.down_bias)
-    tokens = 2 * call.rows * k * float_dtype(call.dtype).itemsize
+    tokens = call.rows * k * (float_dtype(call.dtype).itemsize + float_dtype(call.out_dtype).itemsize)
     routing = call.rows * call.top * (8 if call.indices == "int64" else 4) + call.rows * call.top * 4
     slots = call.rows * call.top * len(call.mixture.local) / max(1, call.mixture.experts)
     return Cost(

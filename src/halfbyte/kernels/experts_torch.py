@@ -9,8 +9,10 @@ and bit for bit only where the same kernels run.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
+from halfbyte.errors import NoKernelError
 from halfbyte.kernels.base import Kernel, LinearArgs, load_torch, why_not_torch
 from halfbyte.kernels.cuda.shared import capturing
 from halfbyte.kernels.experts import (
@@ -21,8 +23,10 @@ from halfbyte.kernels.experts import (
     Mixture,
     check_ids,
     experts_cost,
+    places,
 )
 from halfbyte.kernels.fp8 import Fp8Args
+from halfbyte.kernels.grouped import expert_of
 from halfbyte.kernels.step_torch import activation_of
 from halfbyte.layouts import Packed
 
@@ -63,13 +67,6 @@ def _product(x: Any, weight: Packed, bias: Any, precision: str) -> Any:
     return out
 
 
-def _expert(stack: Packed, e: int) -> Packed:
-    """One expert of a stack; what kernels keep of it is kept with the stack."""
-    own = stack.expert(e)
-    own.memo = stack.memo.setdefault(("expert", e), {})
-    return own
-
-
 def _mlp(x: Any, args: ExpertsArgs, gate_up: Packed, down: Packed, bias: Any, down_bias: Any) -> Any:
     both = _product(x, gate_up, bias, args.precision)
     return _product(activated(both, args.mixture).to(x.dtype), down, down_bias, args.precision)
@@ -78,7 +75,7 @@ def _mlp(x: Any, args: ExpertsArgs, gate_up: Packed, down: Packed, bias: Any, do
 def _at(args: ExpertsArgs, x: Any, e: int) -> Any:
     """(M, H) float32: x through the expert at place e."""
     biases = (None if b is None else b[e] for b in (args.gate_up_bias, args.down_bias))
-    return _mlp(x, args, _expert(args.gate_up, e), _expert(args.down, e), *biases)
+    return _mlp(x, args, expert_of(args.gate_up, e), expert_of(args.down, e), *biases)
 
 
 def _gathered(args: ExpertsArgs, x: Any, e: Any) -> Any:
@@ -97,7 +94,6 @@ def _taken(stack: Packed, e: Any) -> Packed:
 def _launch(args: ExpertsArgs) -> None:
     import torch
 
-    mixture = args.mixture
     if capturing(args.hidden.device):
         y = _in_graph(args)
     else:
@@ -105,12 +101,21 @@ def _launch(args: ExpertsArgs) -> None:
         if args.hidden.is_cuda:
             _ready(args)
     out = torch.zeros(args.hidden.shape, dtype=torch.float32, device=args.hidden.device)
-    ids = args.indices
-    skipped = (ids < 0) | (ids >= mixture.experts) if mixture.padding else None
-    for s in range(ids.shape[1]):
+    skipped = _skipped(args)
+    for s in range(args.indices.shape[1]):
         term = y[:, s] * args.weights[:, s, None].float()
         out += term if skipped is None else term.masked_fill(skipped[:, s, None], 0)
     args.out.copy_(out)
+
+
+def _skipped(args: ExpertsArgs) -> Any:
+    """(T, k) bool, or None where nothing is skipped."""
+    mixture, ids = args.mixture, args.indices
+    known = (ids >= 0) & (ids < mixture.experts)
+    if mixture.null == "skip":
+        held = places(args)[ids.where(known, 0).long()] >= 0
+        return ~(known & held) if mixture.padding else known & ~held
+    return ~known if mixture.padding else None
 
 
 def _sorted(args: ExpertsArgs) -> Any:
@@ -122,16 +127,16 @@ def _sorted(args: ExpertsArgs) -> Any:
     ids = ids.where((ids >= 0) & (ids < experts), experts)
     counted = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
     counts = counted.scatter_add_(0, ids, torch.ones_like(ids)).tolist()
-    if hidden.is_cuda and (counts[experts] or any(counts[e] for e in range(experts) if e not in args.mixture.held)):
+    if hidden.is_cuda and sum(counts[e] for e in args.mixture.local) < tokens * k:
         check_ids(args.indices, args.mixture)
-    places = {e: place for place, e in enumerate(args.mixture.local)}
+    of = {e: place for place, e in enumerate(args.mixture.local)}
     order = torch.argsort(ids, stable=True)
     y = torch.full((tokens * k, hidden.shape[1]), float("nan"), dtype=torch.float32, device=hidden.device)
     start = 0
     for e, count in enumerate(counts[:experts]):
-        if count and e in places:
+        if count and e in of:
             own = order[start : start + count]
-            y[own] = _at(args, hidden[own // k], places[e])
+            y[own] = _at(args, hidden[own // k], of[e])
         start += count
     return y.reshape(tokens, k, hidden.shape[1])
 
@@ -143,12 +148,12 @@ def _in_graph(args: ExpertsArgs) -> Any:
     (tokens, k), local, hidden = args.indices.shape, args.mixture.local, args.hidden
     y = torch.full((tokens, k, hidden.shape[1]), float("nan"), dtype=torch.float32, device=hidden.device)
     if _gathers(args):
-        places = args.indices.long() - local[0]
-        known = (places >= 0) & (places < len(local))
-        places = places.clamp(0, len(local) - 1)
+        at = args.indices.long() - local[0]
+        known = (at >= 0) & (at < len(local))
+        at = at.clamp(0, len(local) - 1)
         for t in range(tokens):
             for s in range(k):
-                y[t, s] = _gathered(args, hidden[t : t + 1], places[t, s : s + 1])[0]
+                y[t, s] = _gathered(args, hidden[t : t + 1], at[t, s : s + 1])[0]
         return y.masked_fill_(~known[..., None], float("nan"))
     for place, e in enumerate(local):
         y = torch.where((args.indices == e)[..., None], _at(args, hidden, place)[:, None], y)
@@ -177,7 +182,15 @@ def _ready(args: ExpertsArgs) -> None:
 
 
 def _refuse(call: ExpertsCall) -> tuple[str, ...]:
-    return why_not_torch(call.library, call.elsewhere)
+    from halfbyte.kernels import select
+
+    reasons = why_not_torch(call.library, call.elsewhere)
+    try:
+        for product in () if reasons else call.products():
+            select(LinearArgs, product)
+    except NoKernelError as error:
+        return (f"there is no kernel for its products: {str(error).rpartition('the nearest is ')[2]}",)
+    return reasons
 
 
 LOOP: Final = Kernel(
@@ -189,3 +202,19 @@ LOOP: Final = Kernel(
     launch=_launch,
     cost=experts_cost,
 )
+
+
+def chosen(call: ExpertsCall) -> tuple[Kernel[ExpertsArgs, ExpertsCall], str]:
+    """The kernel that runs a call, and the precision that it computes in: where FP8 is allowed, a GPU may be exact.
+
+    Raises:
+        NoKernelError: nothing accepts this call.
+    """
+    from halfbyte.kernels import forced, ordered, select
+
+    if call.precision == "fp8" and call.device == "cuda" and not forced(call.op):
+        for kernel in ordered(ExpertsArgs, call):
+            if kernel is not LOOP and not kernel.refuse(call):
+                return kernel, "fp8"
+        call = replace(call, precision="exact")
+    return select(ExpertsArgs, call), call.precision
