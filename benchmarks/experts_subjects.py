@@ -67,15 +67,21 @@ class Routing:
 
 
 def routings(model: Model, tokens: int, device: str) -> list[Routing]:
-    """So many that one does not find its experts in a cache of another: random, top_k of a token without repetition."""
-    found = []
-    for seed in range(16 if tokens == 1 else 6 if tokens <= 16 else 3):
+    """So many that none finds its experts in a cache; random, top_k of a token without repetition, one held at least.
+
+    Those of one token have other experts each, where there are so many.
+    """
+    wanted, found, seed = 16 if tokens == 1 else 6 if tokens <= 16 else 3, [], 0
+    apart = tokens == 1 and wanted * model.top_k <= model.experts == model.held
+    order = torch.randperm(model.experts, generator=torch.Generator().manual_seed(0))
+    while len(found) < wanted:
         random = torch.Generator().manual_seed(seed)
-        if tokens == 1 and model.held * 2 >= model.top_k * 16 and model.held == model.experts:
-            order = torch.randperm(model.experts, generator=torch.Generator().manual_seed(0))  # disjoint
-            indices = order[seed * model.top_k % model.experts :][: model.top_k][None]
-        else:
-            indices = torch.randn(tokens, model.experts, generator=random).topk(model.top_k).indices
+        seed += 1
+        indices = torch.randn(tokens, model.experts, generator=random).topk(model.top_k).indices
+        if apart:
+            indices = order[len(found) * model.top_k :][: model.top_k][None]
+        if not (indices < model.held).any():
+            continue
         weights = torch.rand(tokens, model.top_k, generator=random)
         weights = weights / weights.sum(-1, keepdim=True)
         found.append(Routing(indices.int().to(device), weights.to(device)))
@@ -91,7 +97,9 @@ class Stacks:
 
         def weight(n: int, k: int) -> Weight:
             codes = torch.randint(0, 256, (model.held, n, k // 2), dtype=torch.uint8, device=device, generator=random)
-            scales = torch.randint(0x20, 0x50, (model.held, n, k // 16), dtype=torch.uint8, device=device, generator=random)
+            scales = torch.randint(
+                0x20, 0x50, (model.held, n, k // 16), dtype=torch.uint8, device=device, generator=random
+            )
             scale2 = (torch.rand(model.held, device=device, generator=random) + 0.5) * 4e-3
             return Weight(codes=codes, scales=scales, scale2=scale2)
 
@@ -197,7 +205,7 @@ class Humming:
             for configs, locks, weights, given in runs:
                 launch_kernel(configs=configs, locks=locks, **given[i], **weights)
 
-        return Candidate(f"humming {form.split('_')[0]}", "products", call, {"configuration": said})
+        return Candidate(f"humming {form.split('_', maxsplit=1)[0]}", "products", call, {"configuration": said})
 
     def _given(self, form: str, x: Tensor, routing: Routing, is_down: bool, block: int, n: int) -> dict[str, Any]:
         model = self.stacks.model
