@@ -60,14 +60,13 @@ def test_a_wrong_result_is_no_figure():
     assert check(lambda: [layer.call(i) for i in range(len(found))]) < experts.MOST_ERROR
     with pytest.raises(WrongResultError, match="not all of the result is written"):
         check(lambda: layer.call(0))
-    x.neg_()  # the reference now has other activations
-    before = x.clone()
+    right = x.clone()
+
+    def of_other_activations() -> None:
+        x.neg_()
+        for i in range(len(found)):
+            layer.call(i)
+        x.copy_(right)
+
     with pytest.raises(WrongResultError, match="off by"):
-
-        def wrong() -> None:
-            x.copy_(-before)
-            for i in range(len(found)):
-                layer.call(i)
-            x.copy_(before)
-
-        check(wrong)
+        check(of_other_activations)
