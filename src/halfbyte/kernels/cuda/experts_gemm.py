@@ -54,6 +54,8 @@ class Grouped:
     programs: int = 1
     copiers: int = 4
     producer: int = 40
+    small: bool = False
+    mid: int = 0
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -195,6 +197,8 @@ def constants(made: Grouped, product: Product) -> dict[str, Any]:
         "DECODE": decode_code(product.dtype),
         "SCALES": scales_code(product.dtype),
         "FACTOR": FACTOR,
+        "SMALL": made.small,
+        "MID": made.mid,
     }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -48,7 +48,7 @@ def _ask_for_weights(
 
 @gluon.jit
 def _copy(x, to, rows, step, K, U: gl.constexpr, EVEN: gl.constexpr, L: gl.constexpr):
-    """A step of rows of x into (ROWS, 64 U)."""
+    """A step of rows of x into (rows, 64 U)."""
     k = step * (64 * U) + gl.arange(0, 64, layout=gl.SliceLayout(0, L))[None, :]
     at = x + rows.to(gl.int64)[:, None] * K + k
     for u in gl.static_range(U):
@@ -59,12 +59,32 @@ def _copy(x, to, rows, step, K, U: gl.constexpr, EVEN: gl.constexpr, L: gl.const
 
 
 @gluon.jit
+def _rows(slots, block, NB: gl.constexpr, ROWS: gl.constexpr, L: gl.constexpr):
+    """Of each ROWS slots of a block: which they are, and whether there are any."""
+    at = slots + block * NB
+    found = ()
+    there = ()
+    for i in gl.static_range(NB // ROWS):
+        found = found + (gl.load(at + i * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))),)
+        there = there + (gl.load(at + i * ROWS) >= 0,)
+    return found, there
+
+
+@gluon.jit
+def _after(block, tile, along_n):
+    """The item after one, of the program: its block and tile."""
+    tile += gl.num_programs(0) % along_n
+    wraps = tile >= along_n
+    block += gl.num_programs(0) // along_n + wraps.to(gl.int32)
+    return block, gl.where(wraps, tile - along_n, tile)
+
+
+@gluon.jit
 def produce(maps, ring, lists, x, numbers, FORM: gl.constexpr):
     """Fill the ring for all items of the program."""
     C: gl.constexpr = FORM[0]
     U: gl.constexpr = FORM[1]
     NB: gl.constexpr = FORM[2]
-    LOW: gl.constexpr = FORM[3]
     STAGES: gl.constexpr = FORM[4]
     GATED: gl.constexpr = FORM[5]
     EARLY: gl.constexpr = FORM[6]
@@ -72,46 +92,51 @@ def produce(maps, ring, lists, x, numbers, FORM: gl.constexpr):
     BYTES: gl.constexpr = C * U * (8 * 576)
     STEP: gl.constexpr = 4 * C if GATED else 8 * C
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    ROWS: gl.constexpr = min(NB, 32)
     blocks, slots, count = lists
-    _codes, _scales, rows, full, empty = ring
-    FEW: gl.constexpr = LOW if LOW else NB
+    _codes, _scales, to, full, empty = ring
     N, K, along_n, steps, share = numbers
     stripes = N // 16
+    block = gl.program_id(0) // along_n
+    tile = gl.program_id(0) % along_n
     asked = 0
     if EARLY:
         let_the_next_kernel_start()
-        items = gl.load(count) * along_n
-        if gl.program_id(0) < items:
-            place = gl.load(blocks + gl.program_id(0) // along_n)
-            stripe = place * stripes + gl.program_id(0) % along_n * STEP
-            asked = gl.minimum(steps, STAGES)
-            for i in range(asked):
-                mbarrier.expect(full.index(i), BYTES)
-                _ask_for_weights(maps, ring, i, stripe, i, stripes // 2, C, U, GATED)
-        wait_for_kernels_ahead()
     else:
         wait_for_kernels_ahead()
         let_the_next_kernel_start()
-        items = gl.load(count) * along_n
+    last = gl.load(count) - 1
+    items = (last + 1) * along_n
+    place = gl.load(blocks + gl.minimum(block, gl.maximum(last, 0)))
+    if EARLY:
+        if gl.program_id(0) < items:
+            asked = gl.minimum(steps, STAGES)
+            for i in range(asked):
+                mbarrier.expect(full.index(i), BYTES)
+                _ask_for_weights(maps, ring, i, place * stripes + tile * STEP, i, stripes // 2, C, U, GATED)
+        wait_for_kernels_ahead()
+    listed, there = _rows(slots, gl.minimum(block, gl.maximum(last, 0)), NB, ROWS, L)
     done = 0
     for t in range(gl.program_id(0), items, gl.num_programs(0)):
-        block = t // along_n
-        stripe = gl.load(blocks + block) * stripes + t % along_n * STEP
-        at = slots + block * NB
-        first = gl.maximum(gl.load(at + gl.arange(0, FEW, layout=gl.SliceLayout(1, L))), 0) // share
-        if LOW:
-            others = gl.maximum(gl.load(at + LOW + gl.arange(0, LOW, layout=gl.SliceLayout(1, L))), 0) // share
-            more = gl.load(at + LOW) >= 0
+        stripe = place * stripes + tile * STEP
+        rows = ()
+        for i in gl.static_range(NB // ROWS):
+            rows = rows + (gl.maximum(listed[i], 0) // share,)
+        here = there
+        block, tile = _after(block, tile, along_n)
+        listed, there = _rows(slots, gl.minimum(block, last), NB, ROWS, L)
+        place = gl.load(blocks + gl.minimum(block, last))
         for step in range(steps):
             slot = done % STAGES
             if done >= asked:
                 mbarrier.wait(empty.index(slot), ((done // STAGES) & 1) ^ 1)
                 mbarrier.expect(full.index(slot), BYTES)
                 _ask_for_weights(maps, ring, slot, stripe, step, stripes // 2, C, U, GATED)
-            _copy(x, rows.index(slot).slice(0, FEW, dim=0), first, step, K, U, EVEN, L)
-            if LOW:
-                if more:
-                    _copy(x, rows.index(slot).slice(LOW, LOW, dim=0), others, step, K, U, EVEN, L)
+            for i in gl.static_range(NB // ROWS):
+                if i == 0:
+                    _copy(x, to.index(slot).slice(0, ROWS, dim=0), rows[0], step, K, U, EVEN, L)
+                elif here[i]:
+                    _copy(x, to.index(slot).slice(i * ROWS, ROWS, dim=0), rows[i], step, K, U, EVEN, L)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             done += 1
 
@@ -149,10 +174,9 @@ def _others(ring, slot, g, u, a, WHICH: gl.constexpr, MUL: gl.constexpr):
 
 
 @gluon.jit
-def multiply(ring, done, steps, WHICH: gl.constexpr, W: gl.constexpr, MUL: gl.constexpr):
+def multiply(ring, done, steps, WHICH: gl.constexpr, MMA: gl.constexpr, W: gl.constexpr, MUL: gl.constexpr):
     """Two times (64, W) f32: the sums of a block's first W slots; ``done`` steps were before in the ring."""
     STAGES: gl.constexpr = MUL[2]
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, W, 16])
     g = gl.zeros([64, W], gl.float32, MMA)
     u = gl.zeros([64, W], gl.float32, MMA)
     slot = _arrived(ring, done, STAGES)
@@ -172,47 +196,81 @@ def multiply(ring, done, steps, WHICH: gl.constexpr, W: gl.constexpr, MUL: gl.co
 
 
 @gluon.jit
-def _put_some(value, stage, out, slots, n, N, TO: gl.constexpr, HEIGHT: gl.constexpr):
-    """(64, HEIGHT) to the rows of out whose numbers are at ``slots``, none where they are -1."""
-    EACH: gl.constexpr = 128 // TO.primitive_bitwidth
-    LANES: gl.constexpr = 64 // EACH
-    ACROSS: gl.constexpr = gl.BlockedLayout([1, EACH], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
-    row = gl.load(slots + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, ACROSS)))
-    together()
-    stage.permute((1, 0)).store(value.to(TO))
-    together()
-    column = n + gl.arange(0, 64, layout=gl.SliceLayout(0, ACROSS))[None, :]
-    at = out + row.to(gl.int64)[:, None] * N + column
-    gl.store(at, stage.load(ACROSS), mask=(row >= 0)[:, None] & (column < N))
+def multiply_small(
+    ring, done, steps, WHICH: gl.constexpr, MMA: gl.constexpr, W: gl.constexpr, MUL: gl.constexpr
+):  # fmt: skip
+    """The same by m16n8k16, which is the faster the fewer slots there are."""
+    C: gl.constexpr = MUL[0]
+    STAGES: gl.constexpr = MUL[2]
+    HALF: gl.constexpr = MUL[3]
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    g = gl.zeros([64, W], gl.float32, MMA)
+    u = gl.zeros([64, W], gl.float32, MMA)
+    for _ in range(steps):
+        slot = done % STAGES
+        mbarrier.wait(ring[3].index(slot), (done // STAGES) & 1)
+        for unit in gl.static_range(MUL[1]):
+            x = ring[2].index(slot).slice(0, W, dim=0).slice(64 * unit, 64, dim=1).permute((1, 0)).load(B)
+            box = (slot * C + WHICH) * 2
+            g = mma_v2(decoded(ring, box, unit, 4, HALF, MUL[4], MUL[5], A), x, g)
+            u = mma_v2(decoded(ring, box + 1, unit, 4, HALF, MUL[4], MUL[5], A), x, u)
+        mbarrier.arrive(ring[4].index(slot), count=1)
+        done += 1
+    return g, u, done
+
+
+@gluon.constexpr_function
+def _across(to, warps):
+    """A lane has 16 bytes of a row of 64 results."""
+    each = 128 // to.primitive_bitwidth
+    return gl.BlockedLayout([1, each], [each // 2, 64 // each], [warps, 1], [1, 0])
 
 
 @gluon.jit
-def _put(value, stage, out, slots, n, N, TO: gl.constexpr, HEIGHT: gl.constexpr, W: gl.constexpr):
-    """(64, W), HEIGHT slots at a time."""
+def _put(value, stage, out, rows, n, N, TO: gl.constexpr, HEIGHT: gl.constexpr, W: gl.constexpr):
+    """(64, W), HEIGHT slots at a time, to rows of out; none where they are -1."""
     if W <= HEIGHT:
-        _put_some(value, stage.slice(0, W, dim=0), out, slots, n, N, TO, W)
+        ACROSS: gl.constexpr = _across(TO, gl.num_warps())
+        stage = stage.slice(0, W, dim=0)
+        together()
+        stage.permute((1, 0)).store(value.to(TO))
+        together()
+        column = n + gl.arange(0, 64, layout=gl.SliceLayout(0, ACROSS))[None, :]
+        at = out + rows[0].to(gl.int64)[:, None] * N + column
+        gl.store(at, stage.load(ACROSS), mask=(rows[0] >= 0)[:, None] & (column < N))
     else:
         low, high = gl.split(value.reshape(64, 2, W // 2).permute(0, 2, 1))
-        _put(low, stage, out, slots, n, N, TO, HEIGHT, W // 2)
-        _put(high, stage, out, slots + W // 2, n, N, TO, HEIGHT, W // 2)
+        HALF: gl.constexpr = len(rows) // 2
+        _put(low, stage, out, rows[:HALF], n, N, TO, HEIGHT, W // 2)
+        _put(high, stage, out, rows[HALF:], n, N, TO, HEIGHT, W // 2)
 
 
 @gluon.jit
-def _finished(acc, scale2, bias, place, n, N, PER_ROW: gl.constexpr, BIAS: gl.constexpr, FACTOR: gl.constexpr):
-    """(64, W) sums of features n on of an expert -> times its scale2, with its bias."""
-    rows = n + gl.arange(0, 64, layout=gl.SliceLayout(1, acc.type.layout))
+def _factors(scale2, place, n, N, MMA: gl.constexpr, PER_ROW: gl.constexpr):
+    """What sums of 64 features n on are multiplied by: of each feature, or of all."""
+    rows = n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
     if PER_ROW:
-        acc = acc * (gl.load(scale2 + place * N + rows, mask=rows < N, other=0.0) * FACTOR)[:, None]
-    else:
-        acc = acc * (gl.load(scale2 + place) * FACTOR)
+        return gl.load(scale2 + place * N + rows, mask=rows < N, other=0.0)[:, None]
+    return gl.load(scale2 + place)
+
+
+@gluon.jit
+def _finished(acc, factors, bias, place, n, N, BIAS: gl.constexpr, FACTOR: gl.constexpr):
+    """(64, W) sums of features n on of an expert -> times its scale2, with its bias."""
+    acc = acc * (factors * FACTOR)
     if BIAS:
+        rows = n + gl.arange(0, 64, layout=gl.SliceLayout(1, acc.type.layout))
         acc = acc + gl.load(bias + place * N + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
     return acc
 
 
 @gluon.jit
-def _finish(g, u, slots, given, place, tile, WHICH: gl.constexpr, W: gl.constexpr, FORM: gl.constexpr):
-    """Sums of W slots to out."""
+def _block(
+    ring, given, slots, place, tile, done, steps, WHICH: gl.constexpr, W: gl.constexpr, SMALL: gl.constexpr,
+    FORM: gl.constexpr,
+):  # fmt: skip
+    """A tile of a block's first W slots, from the ring to out; the steps that have been in the ring then."""
     C: gl.constexpr = FORM[0]
     GATED: gl.constexpr = FORM[5]
     TO: gl.constexpr = FORM[8]
@@ -223,34 +281,44 @@ def _finish(g, u, slots, given, place, tile, WHICH: gl.constexpr, W: gl.constexp
     LIMIT: gl.constexpr = FORM[13]
     UP_FIRST: gl.constexpr = FORM[14]
     FACTOR: gl.constexpr = FORM[17]
+    MUL: gl.constexpr = (C, FORM[1], FORM[4], FORM[18], FORM[15], FORM[16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        [2 if SMALL else 3, 0], [gl.num_warps(), 1], [16, 8] if SMALL else [16, W, 16]
+    )
     stages, out, scale2, bias, N = given
     stage = stages.index(WHICH)
     if GATED:
         n = (tile * C + WHICH) * 64
-        g = _finished(g, scale2, bias, place, n, N, PER_ROW, BIAS, FACTOR)
-        u = _finished(u, scale2, bias, place, n + N // 2, N, PER_ROW, BIAS, FACTOR)
+        m = n + N // 2
+    else:
+        n = (tile * C + WHICH) * 128
+        m = n + 64
+    # read ahead of the products, which take longer
+    of_g = _factors(scale2, place, n, N, MMA, PER_ROW)
+    of_u = _factors(scale2, place, m, N, MMA, PER_ROW)
+    rows = ()
+    AT_ONCE: gl.constexpr = min(W, HEIGHT)
+    for i in gl.static_range(W // AT_ONCE):
+        inside = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, _across(TO, gl.num_warps())))
+        rows = rows + (gl.load(slots + i * AT_ONCE + inside),)
+    if SMALL:
+        g, u, done = multiply_small(ring, done, steps, WHICH, MMA, W, MUL)
+    else:
+        g, u, done = multiply(ring, done, steps, WHICH, MMA, W, MUL)
+    g = _finished(g, of_g, bias, place, n, N, BIAS, FACTOR)
+    u = _finished(u, of_u, bias, place, m, N, BIAS, FACTOR)
+    if GATED:
         if UP_FIRST:
             h = _gated(u, g, ACTIVATION, LIMIT)
         else:
             h = _gated(g, u, ACTIVATION, LIMIT)
-        _put(h, stage, out, slots, n, N // 2, TO, HEIGHT, W)
+        _put(h, stage, out, rows, n, N // 2, TO, HEIGHT, W)
     else:
-        n = (tile * C + WHICH) * 128
-        g = _finished(g, scale2, bias, place, n, N, PER_ROW, BIAS, FACTOR)
-        u = _finished(u, scale2, bias, place, n + 64, N, PER_ROW, BIAS, FACTOR)
         if ACTIVATION is not None:
             g = _activated(g, ACTIVATION)
             u = _activated(u, ACTIVATION)
-        _put(g, stage, out, slots, n, N, TO, HEIGHT, W)
-        _put(u, stage, out, slots, n + 64, N, TO, HEIGHT, W)
-
-
-@gluon.jit
-def _block(ring, given, slots, place, tile, done, steps, WHICH: gl.constexpr, W: gl.constexpr, FORM: gl.constexpr):
-    """A tile of a block's first W slots, from the ring to out; the steps that have been in the ring then."""
-    MUL: gl.constexpr = (FORM[0], FORM[1], FORM[4], FORM[18], FORM[15], FORM[16])
-    g, u, done = multiply(ring, done, steps, WHICH, W, MUL)
-    _finish(g, u, slots, given, place, tile, WHICH, W, FORM)
+        _put(g, stage, out, rows, n, N, TO, HEIGHT, W)
+        _put(u, stage, out, rows, m, N, TO, HEIGHT, W)
     return done
 
 
@@ -259,23 +327,38 @@ def consume(ring, lists, given, numbers, WHICH: gl.constexpr, FORM: gl.constexpr
     """The features of consumer WHICH of all items of the program, from the ring to out."""
     NB: gl.constexpr = FORM[2]
     LOW: gl.constexpr = FORM[3]
+    SMALL: gl.constexpr = FORM[19]
+    MID: gl.constexpr = FORM[20]
     blocks, slots, count = lists
     _N, _K, along_n, steps, _share = numbers
     wait_for_kernels_ahead()
-    items = gl.load(count) * along_n
+    last = gl.load(count) - 1
+    block = gl.program_id(0) // along_n
+    tile = gl.program_id(0) % along_n
+    place = gl.load(blocks + gl.minimum(block, gl.maximum(last, 0)))
     done = 0
-    for t in range(gl.program_id(0), items, gl.num_programs(0)):
-        block = t // along_n
-        tile = t % along_n
-        place = gl.load(blocks + block)
+    for t in range(gl.program_id(0), (last + 1) * along_n, gl.num_programs(0)):
         at = slots + block * NB
-        if LOW:
+        expert = place
+        part = tile
+        block, tile = _after(block, tile, along_n)
+        place = gl.load(blocks + gl.minimum(block, last))
+        if SMALL:
+            done = _block(ring, given, at, expert, part, done, steps, WHICH, NB, True, FORM)
+        elif MID:
             if gl.load(at + LOW) < 0:
-                done = _block(ring, given, at, place, tile, done, steps, WHICH, LOW, FORM)
+                done = _block(ring, given, at, expert, part, done, steps, WHICH, LOW, True, FORM)
+            elif gl.load(at + MID) < 0:
+                done = _block(ring, given, at, expert, part, done, steps, WHICH, MID, False, FORM)
             else:
-                done = _block(ring, given, at, place, tile, done, steps, WHICH, NB, FORM)
+                done = _block(ring, given, at, expert, part, done, steps, WHICH, NB, False, FORM)
+        elif LOW:
+            if gl.load(at + LOW) < 0:
+                done = _block(ring, given, at, expert, part, done, steps, WHICH, LOW, True, FORM)
+            else:
+                done = _block(ring, given, at, expert, part, done, steps, WHICH, NB, False, FORM)
         else:
-            done = _block(ring, given, at, place, tile, done, steps, WHICH, NB, FORM)
+            done = _block(ring, given, at, expert, part, done, steps, WHICH, NB, False, FORM)
 
 
 @gluon.jit
@@ -314,6 +397,8 @@ def experts(
     DECODE: gl.constexpr,
     SCALES: gl.constexpr,
     FACTOR: gl.constexpr,
+    SMALL: gl.constexpr,
+    MID: gl.constexpr,
 ):
     """A product of experts: of rows of x with tiles of their weights, for all blocks of slots.
 
@@ -373,7 +458,7 @@ def experts(
     given = (stages, out, scale2, bias, N)
     FORM: gl.constexpr = (
         C, U, NB, LOW, STAGES, GATED, EARLY, EVEN, TO, HEIGHT, PER_ROW, BIAS, ACTIVATION, LIMIT, UP_FIRST,
-        DECODE, SCALES, FACTOR, HALF,
+        DECODE, SCALES, FACTOR, HALF, SMALL, MID,
     )  # fmt: skip
     maps = (codes_map, scales_map)
     if C == 1:
