@@ -14,7 +14,7 @@ from halfbyte.kernels.base import ALIGNED
 from halfbyte.kernels.cuda.launch import why_not
 from halfbyte.kernels.cuda.lists import WORD, Lists, Numbers, bind_combine, bind_lists
 from halfbyte.kernels.cuda.shared import in_turn, workspace
-from halfbyte.kernels.experts import ExpertsArgs, ExpertsCall
+from halfbyte.kernels.experts import ExpertsArgs, ExpertsCall, places
 from halfbyte.layouts import Fragments
 from halfbyte.layouts.fragments import STEPS
 from halfbyte.numerics import BLOCK
@@ -26,7 +26,7 @@ FEW_SLOTS: Final = 5.0
 def slots_each(call: ExpertsCall) -> float:
     """Slots of an expert that has any, on average, where routing is even."""
     share = len(call.mixture.local) / max(1, call.mixture.experts)
-    return call.rows * call.top * share / max(1.0, call.touched)
+    return max(1.0, call.rows * call.top * share / max(1.0, call.touched))
 
 
 def refuse(call: ExpertsCall) -> tuple[str, ...]:
@@ -50,10 +50,9 @@ def refuse(call: ExpertsCall) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def numbers_of(args: ExpertsArgs | ExpertsCall) -> Numbers:
-    """Which numbers name which experts."""
-    mixture = args.mixture
-    return Numbers(mixture.experts, mixture.local, mixture.padding, getattr(mixture, "null", "refuse") == "skip")
+def table_of(args: ExpertsArgs) -> Any:
+    """Where each expert is, as kernels need it beside ``Numbers``; None where they do not."""
+    return None if Numbers.of(args.mixture).first >= 0 else places(args)
 
 
 class Layer:
@@ -62,15 +61,15 @@ class Layer:
     Args:
         args: of calls like these.
         size: slots of a block; 0 for none, where ``products`` needs no lists and writes the result.
-        products: launches both: of hidden, indices, weights, out, the addresses of blocks, slots and count, and those of
-            h and y.
+        products: launches both: of hidden, indices, weights, out, the addresses of blocks, slots and count, and those
+            of h and y.
     """
 
     def __init__(self, args: ExpertsArgs, size: int, products: Callable[..., None]) -> None:
         (tokens, width), top = args.hidden.shape, args.indices.shape[1]
-        call, device, numbers = args.call(), args.hidden.device, numbers_of(args)
+        call, device, numbers = args.call(), args.hidden.device, Numbers.of(args.mixture)
         self._products, self._device = products, device
-        self._places = numbers.places(device)
+        self._table = table_of(args)
         self._lists: Any = None
         self._words: tuple[int, ...] = ()
         lists = 0
@@ -79,7 +78,7 @@ class Layer:
             lists = _whole(made.nbytes)
             self._words = WORD * made.blocks, WORD * made.slots, WORD * made.count
             dtypes = call.indices, call.weights, call.out_dtype
-            of = numbers, self._places, device, call.capability
+            of = numbers, self._table, device, call.capability
             self._lists = bind_lists(made, *of[1:])
             self._combine = bind_combine(tokens, top, width, dtypes, *of)
         self._h = lists
@@ -88,16 +87,15 @@ class Layer:
         self._held: Any = None
 
     def __call__(self, hidden: Any, indices: Any, weights: Any, out: Any) -> None:
+        """All of them."""
         with in_turn:
             memory = workspace(self._device, self._nbytes)
-            self._run(memory.data_ptr(), hidden, indices, weights, out)
-
-    def _run(self, at: int, hidden: Any, indices: Any, weights: Any, out: Any) -> None:
-        if self._lists is not None:
-            self._lists(indices, at)
-        self._multiply(at, hidden, indices, weights, out)
-        if self._lists is not None:
-            self._combine(at + self._y, indices, weights, out)
+            at = memory.data_ptr()
+            if self._lists is not None:
+                self._lists(indices, at)
+            self._multiply(at, hidden, indices, weights, out)
+            if self._lists is not None:
+                self._combine(at + self._y, indices, weights, out)
 
     def _multiply(self, at: int, hidden: Any, indices: Any, weights: Any, out: Any) -> None:
         lists = tuple([at + word for word in self._words])

@@ -26,10 +26,10 @@ from halfbyte.arrays import dtype_name
 from halfbyte.kernels.base import Kernel
 from halfbyte.kernels.cuda import experts, refused
 from halfbyte.kernels.cuda.decode_gluon import TILE, UNIT
-from halfbyte.kernels.cuda.experts import Layer, numbers_of, slots_each
+from halfbyte.kernels.cuda.experts import Layer, slots_each, table_of
 from halfbyte.kernels.cuda.fragments import TYPES, decode_code, scale_code
 from halfbyte.kernels.cuda.launch import Program, program
-from halfbyte.kernels.cuda.lists import most_blocks
+from halfbyte.kernels.cuda.lists import Numbers, most_blocks
 from halfbyte.kernels.experts import ExpertsArgs, ExpertsCall, experts_cost
 from halfbyte.layouts.fragments import FACTOR
 
@@ -68,11 +68,13 @@ class ExpertsDecode:
         first: gate_up.
         second: down.
         together: slots of a token, at most, that a program of the second multiplies before it adds them.
+        parts: of the warps of such a program, each of which takes another of those slots.
     """
 
     first: Product = field(default_factory=Product)
     second: Product = field(default_factory=Product)
     together: int = 8
+    parts: int = 1
 
 
 def weights_of(which: str, bias: str, x: str, out: str) -> dict[str, str]:
@@ -113,9 +115,7 @@ def depth(k: int, tiles: int, made: Product) -> tuple[int, int]:
     return ahead, max(0, units // made.warps // ahead - 1) if steps * tiles > made.unroll else 0
 
 
-def first_parts(
-    call: ExpertsCall, bias: str, made: Product, *, listed: bool
-) -> tuple[dict[str, str], dict[str, Any]]:
+def first_parts(call: ExpertsCall, bias: str, made: Product, *, listed: bool) -> tuple[dict[str, str], dict[str, Any]]:
     """The signature and the constants of gate_up."""
     mixture = call.mixture
     tiles = mixture.parts * tiles_of(call.inner, made)
@@ -126,7 +126,7 @@ def first_parts(
         **decoding(call.dtype, per_row=call.per_row, bias=call.bias),
         "ACTIVATION": mixture.activation, "GATED": mixture.gated, "UP_FIRST": mixture.gate_up_order == "up_first",
         "LIMIT": mixture.limit,
-        **({"EARLY": False} if listed else numbers_of(call).constants()),
+        **({"EARLY": False} if listed else Numbers.of(call.mixture).constants()),
     }  # fmt: skip
     lists = ("blocks_ptr", "slots_ptr", "count_ptr")
     routing = dict.fromkeys(lists, "*i32") if listed else {"indices_ptr": _ids(call), "places_ptr": "*i32"}
@@ -148,18 +148,17 @@ def second_parts(call: ExpertsCall, bias: str, made: Product) -> tuple[dict[str,
     return types, constants
 
 
-def summed_parts(
-    call: ExpertsCall, bias: str, made: Product, together: int
-) -> tuple[dict[str, str], dict[str, Any]]:
+def summed_parts(call: ExpertsCall, bias: str, made: ExpertsDecode) -> tuple[dict[str, str], dict[str, Any]]:
     """The same of down where it adds the slots of a token."""
-    numbers = numbers_of(call)
-    steps = -(-(-(-call.inner // UNIT)) // made.warps)
+    numbers, second = Numbers.of(call.mixture), made.second
     whole = not numbers.padding and (not numbers.remote or len(numbers.local) == numbers.experts)
-    rounds = -(-call.top // together)
-    group = -(-call.top // rounds)
+    parts = min(made.parts, second.warps)
+    group = min(made.together, -(-call.top // parts) * parts)
+    units = -(-call.inner // UNIT)
+    steps = group // parts * -(-units // (second.warps // parts))
     constants = {
-        "K": call.inner, "TOP": call.top, "R": tiles_of(call.shape[-1], made), "D": min(made.ahead, group * steps),
-        "G": group, "ALL": whole and rounds == 1,
+        "K": call.inner, "TOP": call.top, "R": tiles_of(call.shape[-1], second), "D": min(second.ahead, steps),
+        "G": group, "S": parts, "ALL": whole and group == call.top,
         **decoding(call.dtype, per_row=call.down_per_row, bias=call.down_bias),
         **numbers.constants(),
     }  # fmt: skip
@@ -199,7 +198,7 @@ def programs(
         pdl=True,
         maxnreg=first.registers,
     )
-    parts = summed_parts(call, biases[1], second, made.together) if few else second_parts(call, biases[1], second)
+    parts = summed_parts(call, biases[1], made) if few else second_parts(call, biases[1], second)
     two = program(
         code.summed if few else code.listed,
         *parts,
@@ -231,9 +230,8 @@ def bind(args: ExpertsArgs, made: ExpertsDecode | None = None) -> Callable[[Any,
     call = args.call()
     made = configure(call) if made is None else made
     biases = [args.gate_up_bias, args.down_bias]
-    first, second = programs(
-        call, made, args.hidden.device, tuple("float32" if b is None else dtype_name(b.dtype) for b in biases)
-    )
+    one, two = ("float32" if b is None else dtype_name(b.dtype) for b in biases)
+    first, second = programs(call, made, args.hidden.device, (one, two))
     stacks = [
         tuple(stack.buffers()[name].data_ptr() for name in ("codes", "scales", "scale2"))
         for stack in (args.gate_up, args.down)
@@ -244,16 +242,16 @@ def bind(args: ExpertsArgs, made: ExpertsDecode | None = None) -> Callable[[Any,
     slots = call.rows * call.top
 
     if listless(call):
-        places = numbers_of(args).places(args.hidden.device)
+        table = table_of(args)
         said = refused.word(args.hidden.device).data_ptr()
         grids = (slots * each[0], 1, 1), (call.rows * each[1], 1, 1)
 
         def products(hidden: Any, indices: Any, weights: Any, out: Any, lists: Any, h: int, y: int) -> None:
             ids = indices.data_ptr()
-            first(grids[0], (*stacks[0], hidden.data_ptr(), added[0], h, ids, places, rows[0], each[0]))
+            first(grids[0], (*stacks[0], hidden.data_ptr(), added[0], h, ids, table, rows[0], each[0]))
             second(
                 grids[1],
-                (*stacks[1], h, added[1], out.data_ptr(), ids, places, weights.data_ptr(), said, rows[1], each[1]),
+                (*stacks[1], h, added[1], out.data_ptr(), ids, table, weights.data_ptr(), said, rows[1], each[1]),
             )
 
         return Layer(args, 0, products)
@@ -273,7 +271,7 @@ def expected_blocks(call: ExpertsCall) -> int:
     local, slots = len(call.mixture.local), call.rows * call.top
     most = most_blocks(slots, local, COLUMNS)
     even = most_blocks(-(-slots * local // call.mixture.experts), local, COLUMNS)
-    return min(most, even + even // 2)
+    return min(most, even + max(4, even // 2))
 
 
 def compile_as(call: ExpertsCall, made: ExpertsDecode) -> None:

@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from halfbyte.kernels.cuda.decode_gluon_code import (
     _activated,
     _activations,
-    _bits,
     _codes_layout,
     _scales_layout,
     _stripe,
@@ -36,8 +35,10 @@ def _launch_dependents():
 
 
 @gluon.jit
-def _request(codes_at, scales_at, cw, sw, u, there, W: gl.constexpr, LEFT: gl.constexpr, KEEP: gl.constexpr):
-    """Unit u of each warp and those scales, LEFT units before the last; only where ``there``, if that is given."""
+def _request(
+    codes_at, scales_at, cw, sw, u, there, scales_there, W: gl.constexpr, LEFT: gl.constexpr, KEEP: gl.constexpr
+):  # fmt: skip
+    """Unit u of each warp and those scales, where LEFT units are left; only where ``there``, if that is given."""
     at = codes_at + u * (W * 128)
     scales = scales_at + u * (W * 32)
     if LEFT >= W and there is None:
@@ -47,7 +48,7 @@ def _request(codes_at, scales_at, cw, sw, u, there, W: gl.constexpr, LEFT: gl.co
         asked_scales = sw < LEFT
         if there is not None:
             asked = asked & there
-            asked_scales = asked_scales & there
+            asked_scales = asked_scales & scales_there
         found = (
             gl.load(at, mask=asked, other=0, eviction_policy=KEEP),
             gl.load(scales, mask=asked_scales, other=0, eviction_policy=KEEP),
@@ -140,7 +141,7 @@ def _block(
     codes = ()
     scales = ()
     for j in gl.static_range(D):
-        c, s = _request(codes_at, scales_at, cw, sw, j, None, W, UNITS - j * W, KEEP)
+        c, s = _request(codes_at, scales_at, cw, sw, j, None, None, W, UNITS - j * W, KEEP)
         codes = codes + (c,)
         scales = scales + (s,)
     xw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None, None]
@@ -167,7 +168,7 @@ def _block(
         next_codes = ()
         next_scales = ()
         for j in gl.static_range(D):
-            c, s = _request(codes_at, scales_at, cw, sw, j + D, None, W, W, KEEP)
+            c, s = _request(codes_at, scales_at, cw, sw, j + D, None, None, W, W, KEEP)
             next_codes = next_codes + (c,)
             next_scales = next_scales + (s,)
             x = _activations(x_at + j * W * 32, odd, None, W, NB, B, HALF)
@@ -179,7 +180,7 @@ def _block(
         x_at += D * W * 32
     for j in gl.static_range(REST):
         if j + D < REST:
-            c, s = _request(codes_at, scales_at, cw, sw, j + D, None, W, UNITS - (L * D + j + D) * W, KEEP)
+            c, s = _request(codes_at, scales_at, cw, sw, j + D, None, None, W, UNITS - (L * D + j + D) * W, KEEP)
             codes = codes + (c,)
             scales = scales + (s,)
         if (L * D + j + 1) * W * 64 <= K:
@@ -381,6 +382,15 @@ def _next(mask):
 
 
 @gluon.jit
+def _of_part(values, first: gl.constexpr, part, S: gl.constexpr):
+    """Of S scalars each warp's own, by its part."""
+    found = values[first]
+    for i in gl.static_range(1, S):
+        found = gl.where(part == i, values[first + i], found)
+    return found
+
+
+@gluon.jit
 def summed(
     codes_ptr,
     scales_ptr,
@@ -399,6 +409,7 @@ def summed(
     R: gl.constexpr,
     D: gl.constexpr,
     G: gl.constexpr,
+    S: gl.constexpr,
     ALL: gl.constexpr,
     PER_ROW: gl.constexpr,
     BIAS: gl.constexpr,
@@ -414,17 +425,19 @@ def summed(
 ):
     """The last product of all slots of a token, times their weights, added in their order. Grid: tokens times PROGRAMS.
 
-    The slots that count are multiplied G at a time, each in a column of its own: the others are 0 there.
+    The slots that count are multiplied G at a time, S of them at once by so many parts of the warps, each in a column
+    of its own: the others are 0 there.
 
     Args:
         h_ptr: (slots, K) bf16 or f16.
         out_ptr: (tokens, N).
         indices_ptr: as of ``each``; written before the kernel ahead began.
         places_ptr: as of ``each``.
-        weights_ptr: the routing weight of each slot.
+        weights_ptr: the routing weight of each slot, written before the kernel ahead began, too.
         refused_ptr: i64, where it is said which slot was refused, as ``halfbyte.kernels.cuda.refused`` reads it.
         TOP: slots of a token, up to 32.
-        G: up to 8.
+        G: up to 8, a multiple of S.
+        S: a power of two, up to as many as there are warps.
         ALL: no slot is skipped, and there are G; one that is refused is multiplied with another expert.
     """
     W: gl.constexpr = gl.num_warps()
@@ -436,8 +449,10 @@ def summed(
     SCALES: gl.constexpr = _scales_layout(W, R)
     X: gl.constexpr = _x_layout(W, 8)
     ROWS: gl.constexpr = _rows_layout(W)
+    KW: gl.constexpr = W // S
     UNITS: gl.constexpr = (K + 63) // 64
-    STEPS: gl.constexpr = (UNITS + W - 1) // W
+    STEPS: gl.constexpr = (UNITS + KW - 1) // KW
+    ALL_STEPS: gl.constexpr = G // S * STEPS
 
     _launch_dependents()
     token = gl.program_id(0) // PROGRAMS
@@ -448,16 +463,16 @@ def summed(
     cw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))[:, None, None]
     cr = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))[None, :, None]
     ci = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, CODES)))[None, None, :]
-    codes_in = cr * (UNITS * 128) + cw * 128 + ci
+    codes_in = cr * (UNITS * 128) + cw % KW * 128 + ci
     sw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, SCALES)))[:, None, None]
     sr = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, SCALES)))[None, :, None]
     si = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, SCALES)))[None, None, :]
-    scales_in = sr * (UNITS * 32) + sw * 32 + si
+    scales_in = sr * (UNITS * 32) + sw % KW * 32 + si
     xw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None, None]
     xm = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
     xk = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
     h_at = h_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (token.to(gl.int64) * (TOP * (K // 2)))
-    h_in = xw * 32 + xk // 4 * 8 + xk % 4
+    h_in = xw % KW * 32 + xk // 4 * 8 + xk % 4
     rows = gl.arange(0, R * 16, layout=gl.SliceLayout(1, ROWS))
     n = tile * 16 + rows
 
@@ -477,6 +492,9 @@ def summed(
         slots = ()
         places = ()
         theres = ()
+        factors = ()
+        added = ()
+        shares = ()
         for p in gl.static_range(G):
             if ALL:
                 slot = p
@@ -484,62 +502,57 @@ def summed(
             else:
                 slot, mask = _next(mask)
                 slot = gl.minimum(slot, TOP - 1)
-                place = _place(
-                    indices_ptr + token * TOP + slot, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN
-                )
+                place = _place(indices_ptr + token * TOP + slot, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
                 place = gl.maximum(place, 0)
             slots = slots + (slot,)
             places = places + (place,)
             theres = theres + (start + p < count,)
+            at_row = place * N + n
+            factors = factors + (
+                gl.load(scale2_ptr + (at_row if PER_ROW else place), mask=(n < N) if PER_ROW else None),
+            )
+            if BIAS:
+                added = added + (gl.load(bias_ptr + at_row, mask=n < N, other=0.0).to(gl.float32),)
+            shares = shares + (gl.load(weights_ptr + token * TOP + slot).to(gl.float32),)
         codes = ()
         scales = ()
-        for j in gl.static_range(D):
-            from_here = (places[j // STEPS] * STRIPES + tile).to(gl.int64)
-            c, s = _request(
-                codes_ptr + from_here * (UNITS * 128) + codes_in,
-                scales_ptr + from_here * (UNITS * 32) + scales_in,
-                cw, sw, j % STEPS, None if ALL else theres[j // STEPS], W, UNITS - j % STEPS * W, KEEP,
-            )  # fmt: skip
-            codes = codes + (c,)
-            scales = scales + (s,)
-        _wait()
         acc = gl.zeros([W, R * 16, 8], gl.float32, MMA)
-        for j in gl.static_range(G * STEPS):
-            if j + D < G * STEPS:
-                from_here = (places[(j + D) // STEPS] * STRIPES + tile).to(gl.int64)
-                c, s = _request(
-                    codes_ptr + from_here * (UNITS * 128) + codes_in,
-                    scales_ptr + from_here * (UNITS * 32) + scales_in,
-                    cw, sw, (j + D) % STEPS, None if ALL else theres[(j + D) // STEPS], W,
-                    UNITS - (j + D) % STEPS * W, KEEP,
+        for j in gl.static_range(D + ALL_STEPS):
+            if j < ALL_STEPS:
+                code_place = (_of_part(places, j // STEPS * S, cw // KW, S) * STRIPES + tile).to(gl.int64)
+                scale_place = (_of_part(places, j // STEPS * S, sw // KW, S) * STRIPES + tile).to(gl.int64)
+                c, e = _request(
+                    codes_ptr + (code_place * (UNITS * 128) + codes_in),
+                    scales_ptr + (scale_place * (UNITS * 32) + scales_in),
+                    cw % KW, sw % KW, j % STEPS,
+                    None if ALL else _of_part(theres, j // STEPS * S, cw // KW, S),
+                    None if ALL else _of_part(theres, j // STEPS * S, sw // KW, S),
+                    KW, UNITS - j % STEPS * KW, KEEP,
                 )  # fmt: skip
                 codes = codes + (c,)
-                scales = scales + (s,)
-            at = h_at + (slots[j // STEPS] * (K // 2) + j % STEPS * W * 32 + h_in)
-            there = xm == j // STEPS
-            if (j % STEPS + 1) * W * 64 > K:
-                there = there & ((j % STEPS * W + xw) * 64 + xk // 4 * 16 < K)
-            if ALL:
-                x = _activations(at, None, there, W, 8, B, HALF)
-                acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), x, acc)
-            else:
-                if theres[j // STEPS]:
+                scales = scales + (e,)
+            if j == D - 1:
+                _wait()
+            if j >= D:
+                at = h_at + (
+                    _of_part(slots, (j - D) // STEPS * S, xw // KW, S) * (K // 2) + (j - D) % STEPS * KW * 32 + h_in
+                )
+                there = xm == (j - D) // STEPS * S + xw // KW
+                if ((j - D) % STEPS + 1) * KW * 64 > K:
+                    there = there & (((j - D) % STEPS * KW + xw % KW) * 64 + xk // 4 * 16 < K)
+                if ALL or theres[(j - D) // STEPS * S]:
                     x = _activations(at, None, there, W, 8, B, HALF)
-                    acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), x, acc)
+                    acc = mma_v2(_weights(codes[j - D], scales[j - D], W, R, A, HALF, DECODE, SCALE), x, acc)
         total = gl.convert_layout(gl.sum(acc, axis=0), ROWS)
         even, odd = gl.split(total.reshape(R * 16, 4, 2))
         e0, e1 = gl.split(even.reshape(R * 16, 2, 2))
         o0, o1 = gl.split(odd.reshape(R * 16, 2, 2))
         parts = gl.split(e0) + gl.split(o0) + gl.split(e1) + gl.split(o1)  # 0 4, 1 5, 2 6, 3 7
         for p in gl.static_range(G):
-            y = gl.convert_layout(parts[p % 4 * 2 + p // 4], gl.SliceLayout(1, ROWS))
-            if PER_ROW:
-                y = y * (gl.load(scale2_ptr + places[p] * N + n, mask=n < N, other=0.0) * FACTOR)
-            else:
-                y = y * (gl.load(scale2_ptr + places[p]) * FACTOR)
+            y = gl.convert_layout(parts[p % 4 * 2 + p // 4], gl.SliceLayout(1, ROWS)) * (factors[p] * FACTOR)
             if BIAS:
-                y = y + gl.load(bias_ptr + places[p] * N + n, mask=n < N, other=0.0).to(gl.float32)
-            y = y * gl.load(weights_ptr + token * TOP + slots[p]).to(gl.float32)
+                y = y + added[p]
+            y = y * shares[p]
             sums = sums + (y if ALL else gl.where(theres[p], y, 0.0))
     _wait()
     if refused >= 0:
@@ -550,6 +563,4 @@ def summed(
             null = gl.where((number >= 0) & (number < EXPERTS), 1, 0).to(gl.int64)
             number = gl.minimum(gl.maximum(number, -2147483648), 2147483647)
             gl.store(refused_ptr, (number << 32) | (null << 31) | (slot + 1).to(gl.int64))
-    gl.store(
-        out_ptr + token.to(gl.int64) * N + n, sums.to(out_ptr.dtype.element_ty), mask=(n >= first) & (n < N)
-    )
+    gl.store(out_ptr + token.to(gl.int64) * N + n, sums.to(out_ptr.dtype.element_ty), mask=(n >= first) & (n < N))
