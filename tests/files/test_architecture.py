@@ -223,6 +223,7 @@ TILED = {
     "gemm_gluon": {"decode_gluon"},
     "fp8_gluon": {"gemm_gluon"},
     "attend_gluon": {"step"},
+    "experts_decode": {"decode_gluon", "experts"},
 }
 """In kernels.cuda: whose parts a kernel has."""
 
@@ -332,6 +333,7 @@ NO_KERNELS = (
     "fp8_quantize_code",
     "lists",
     "lists_code",
+    "experts",
 )
 TABLES = {"layouts": "LAYOUTS", "recipes": "RECIPES", "dialects": "DIALECTS", "kernels": "KERNELS"}
 
