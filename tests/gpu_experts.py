@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import torch
 
 from expert_cases import Case, assert_meant, routing, tokens
 from halfbyte.kernels import ExpertsArgs
-from halfbyte.kernels.cuda import experts_triton
 from halfbyte.kernels.cuda.experts_triton import CONFIGURATIONS, ExpertsTriton, listless, products_of
 from halfbyte.kernels.cuda.lists import Lists, Numbers, bind_combine, bind_lists
 from halfbyte.ops import pack
@@ -41,7 +39,10 @@ def run(case: Case, layout: str, made: ExpertsTriton, hidden: Any, indices: Any,
     )  # fmt: skip
     products, numbers = products_of(args, made), Numbers.of(case.mixture)
     count, top = indices.shape
-    h, y = torch.full((count * top, args.call().inner), torch.nan), torch.full((count * top, hidden.shape[1]), torch.nan)
+    h, y = (
+        torch.full((count * top, args.call().inner), torch.nan),
+        torch.full((count * top, hidden.shape[1]), torch.nan),
+    )
     lists: tuple[Any, ...] = ()
     if not listless(args.call(), made):
         lies = Lists(count, top, made.size, numbers)
@@ -50,7 +51,9 @@ def run(case: Case, layout: str, made: ExpertsTriton, hidden: Any, indices: Any,
         lists = memory[lies.blocks :], memory[lies.slots :], memory[lies.count :]
     products(hidden, indices, weights, out, lists, h, y)
     dtypes = "int64", "float32", "float32"
-    bind_combine(count, top, hidden.shape[1], dtypes, numbers, numbers.places("cpu"), "cpu", 0)(y, indices, weights, out)
+    bind_combine(count, top, hidden.shape[1], dtypes, numbers, numbers.places("cpu"), "cpu", 0)(
+        y, indices, weights, out
+    )
     return out
 
 

@@ -13,6 +13,7 @@ _HOMES = {
     "CODES": "findings",
     "Checkpoint": "checkpoint.reader",
     "DenseWeight": "kinds",
+    "ExpertsForm": "forms",
     "Finding": "findings",
     "Form": "forms",
     "Fp8Weight": "kinds",
@@ -55,6 +56,7 @@ __all__ = [
     "CODES",
     "Checkpoint",
     "DenseWeight",
+    "ExpertsForm",
     "Finding",
     "Form",
     "Fp8Weight",
@@ -105,7 +107,7 @@ if TYPE_CHECKING:
     from halfbyte.errors import HalfbyteError
     from halfbyte.explanations import explain
     from halfbyte.findings import CODES, Finding, Report
-    from halfbyte.forms import Form
+    from halfbyte.forms import ExpertsForm, Form
     from halfbyte.fragments import FragmentLoader
     from halfbyte.kinds import DenseWeight, Fp8Weight, Int8Weight, Mxfp4Weight
     from halfbyte.layouts import Packed

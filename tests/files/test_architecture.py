@@ -104,8 +104,18 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "torch_ops": (*RUN, "operands", "ops", "fp8_ops", "int8_ops"),
     "expert_ops": (*RUN, "operands", "remembered"),
     "torch_experts": (*RUN, "torch_ops", "expert_ops"),
-    "nn": (*RUN, "operands", "ops", "torch_ops", "embedding_op", "torch_embedding", "expert_ops", "torch_experts"),
-    "decoder": (*RUN, "ops", "nn", "step_ops"),
+    "nn": (
+        *RUN,
+        "operands",
+        "forms",
+        "ops",
+        "torch_ops",
+        "embedding_op",
+        "torch_embedding",
+        "expert_ops",
+        "torch_experts",
+    ),
+    "decoder": (*RUN, "ops", "nn", "step_ops", "route_op"),
     "hf": (*RUN, *STACKS, "recipes", "dialects", "checkpoint", "writing", "operands", "ops", "torch_ops", "nn"),
     "products": (*BASE, "modules", "experts"),
     "session": (*RUN, *STACKS, "dialects", "checkpoint", "plans", "timing", "decoder", "hf"),
@@ -200,6 +210,7 @@ TILED = {
     "fp8_gluon": {"gemm_gluon"},
     "attend_gluon": {"step"},
     "experts_decode": {"decode_gluon", "experts"},
+    "experts_triton": {"experts"},
 }
 """In kernels.cuda: whose parts a kernel has."""
 

@@ -66,14 +66,12 @@ class Layer:
     Args:
         args: of calls like these.
         size: slots of a block; 0 for none, where ``products`` needs no lists and writes the result.
-        products: launches both: of hidden, indices, weights, out, the addresses of blocks, slots and count, and those of
-            h and y.
+        products: launches both: of hidden, indices, weights, out, the addresses of blocks, slots and count, and those
+            of h and y.
         adds: whether ``products`` itself adds the slots of a token, and writes no y; by default where it has no lists.
     """
 
-    def __init__(
-        self, args: ExpertsArgs, size: int, products: Callable[..., None], adds: bool | None = None
-    ) -> None:
+    def __init__(self, args: ExpertsArgs, size: int, products: Callable[..., None], adds: bool | None = None) -> None:
         adds = not size if adds is None else adds
         (tokens, width), top = args.hidden.shape, args.indices.shape[1]
         call, device, numbers = args.call(), args.hidden.device, Numbers.of(args.mixture)
@@ -98,16 +96,15 @@ class Layer:
         self._held: Any = None
 
     def __call__(self, hidden: Any, indices: Any, weights: Any, out: Any) -> None:
+        """All of them."""
         with in_turn:
             memory = workspace(self._device, self._nbytes)
-            self._run(memory.data_ptr(), hidden, indices, weights, out)
-
-    def _run(self, at: int, hidden: Any, indices: Any, weights: Any, out: Any) -> None:
-        if self._lists is not None:
-            self._lists(indices, at)
-        self._multiply(at, hidden, indices, weights, out)
-        if self._combine is not None:
-            self._combine(at + self._y, indices, weights, out)
+            at = memory.data_ptr()
+            if self._lists is not None:
+                self._lists(indices, at)
+            self._multiply(at, hidden, indices, weights, out)
+            if self._combine is not None:
+                self._combine(at + self._y, indices, weights, out)
 
     def _multiply(self, at: int, hidden: Any, indices: Any, weights: Any, out: Any) -> None:
         lists = tuple([at + word for word in self._words])

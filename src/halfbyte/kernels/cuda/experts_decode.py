@@ -115,9 +115,7 @@ def depth(k: int, tiles: int, made: Product) -> tuple[int, int]:
     return ahead, max(0, units // made.warps // ahead - 1) if steps * tiles > made.unroll else 0
 
 
-def first_parts(
-    call: ExpertsCall, bias: str, made: Product, *, listed: bool
-) -> tuple[dict[str, str], dict[str, Any]]:
+def first_parts(call: ExpertsCall, bias: str, made: Product, *, listed: bool) -> tuple[dict[str, str], dict[str, Any]]:
     """The signature and the constants of gate_up."""
     mixture = call.mixture
     tiles = mixture.parts * tiles_of(call.inner, made)
@@ -156,7 +154,8 @@ def summed_parts(call: ExpertsCall, bias: str, made: ExpertsDecode) -> tuple[dic
     whole = not numbers.padding and (not numbers.remote or len(numbers.local) == numbers.experts)
     parts = min(made.parts, second.warps)
     group = min(made.together, -(-call.top // parts) * parts)
-    steps = group // parts * -(-(-(-call.inner // UNIT)) // (second.warps // parts))
+    units = -(-call.inner // UNIT)
+    steps = group // parts * -(-units // (second.warps // parts))
     constants = {
         "K": call.inner, "TOP": call.top, "R": tiles_of(call.shape[-1], second), "D": min(second.ahead, steps),
         "G": group, "S": parts, "ALL": whole and group == call.top,
@@ -231,9 +230,8 @@ def bind(args: ExpertsArgs, made: ExpertsDecode | None = None) -> Callable[[Any,
     call = args.call()
     made = configure(call) if made is None else made
     biases = [args.gate_up_bias, args.down_bias]
-    first, second = programs(
-        call, made, args.hidden.device, tuple("float32" if b is None else dtype_name(b.dtype) for b in biases)
-    )
+    one, two = ("float32" if b is None else dtype_name(b.dtype) for b in biases)
+    first, second = programs(call, made, args.hidden.device, (one, two))
     stacks = [
         tuple(stack.buffers()[name].data_ptr() for name in ("codes", "scales", "scale2"))
         for stack in (args.gate_up, args.down)

@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from halfbyte.kernels.cuda.decode_gluon_code import (
     _activated,
     _activations,
-    _bits,
     _codes_layout,
     _scales_layout,
     _stripe,
@@ -503,15 +502,15 @@ def summed(
             else:
                 slot, mask = _next(mask)
                 slot = gl.minimum(slot, TOP - 1)
-                place = _place(
-                    indices_ptr + token * TOP + slot, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN
-                )
+                place = _place(indices_ptr + token * TOP + slot, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
                 place = gl.maximum(place, 0)
             slots = slots + (slot,)
             places = places + (place,)
             theres = theres + (start + p < count,)
             at_row = place * N + n
-            factors = factors + (gl.load(scale2_ptr + (at_row if PER_ROW else place), mask=(n < N) if PER_ROW else None),)
+            factors = factors + (
+                gl.load(scale2_ptr + (at_row if PER_ROW else place), mask=(n < N) if PER_ROW else None),
+            )
             if BIAS:
                 added = added + (gl.load(bias_ptr + at_row, mask=n < N, other=0.0).to(gl.float32),)
             shares = shares + (gl.load(weights_ptr + token * TOP + slot).to(gl.float32),)
@@ -535,17 +534,15 @@ def summed(
             if j == D - 1:
                 _wait()
             if j >= D:
-                at = h_at + (_of_part(slots, (j - D) // STEPS * S, xw // KW, S) * (K // 2) + (j - D) % STEPS * KW * 32 + h_in)
+                at = h_at + (
+                    _of_part(slots, (j - D) // STEPS * S, xw // KW, S) * (K // 2) + (j - D) % STEPS * KW * 32 + h_in
+                )
                 there = xm == (j - D) // STEPS * S + xw // KW
                 if ((j - D) % STEPS + 1) * KW * 64 > K:
                     there = there & (((j - D) % STEPS * KW + xw % KW) * 64 + xk // 4 * 16 < K)
-                if ALL:
+                if ALL or theres[(j - D) // STEPS * S]:
                     x = _activations(at, None, there, W, 8, B, HALF)
                     acc = mma_v2(_weights(codes[j - D], scales[j - D], W, R, A, HALF, DECODE, SCALE), x, acc)
-                else:
-                    if theres[(j - D) // STEPS * S]:
-                        x = _activations(at, None, there, W, 8, B, HALF)
-                        acc = mma_v2(_weights(codes[j - D], scales[j - D], W, R, A, HALF, DECODE, SCALE), x, acc)
         total = gl.convert_layout(gl.sum(acc, axis=0), ROWS)
         even, odd = gl.split(total.reshape(R * 16, 4, 2))
         e0, e1 = gl.split(even.reshape(R * 16, 2, 2))
@@ -566,6 +563,4 @@ def summed(
             null = gl.where((number >= 0) & (number < EXPERTS), 1, 0).to(gl.int64)
             number = gl.minimum(gl.maximum(number, -2147483648), 2147483647)
             gl.store(refused_ptr, (number << 32) | (null << 31) | (slot + 1).to(gl.int64))
-    gl.store(
-        out_ptr + token.to(gl.int64) * N + n, sums.to(out_ptr.dtype.element_ty), mask=(n >= first) & (n < N)
-    )
+    gl.store(out_ptr + token.to(gl.int64) * N + n, sums.to(out_ptr.dtype.element_ty), mask=(n >= first) & (n < N))

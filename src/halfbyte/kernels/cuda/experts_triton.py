@@ -64,7 +64,9 @@ MOST_SLOTS: Final = (5.0, 12.0, 24.0, 64.0)
 def configure(call: ExpertsCall) -> ExpertsTriton:
     """The configuration for a call: the smallest blocks that hold the slots of most experts."""
     each = slots_each(call)
-    return next((made for made, most in zip(CONFIGURATIONS, MOST_SLOTS, strict=False) if each <= most), CONFIGURATIONS[-1])
+    return next(
+        (made for made, most in zip(CONFIGURATIONS, MOST_SLOTS, strict=False) if each <= most), CONFIGURATIONS[-1]
+    )
 
 
 def listless(call: ExpertsCall, made: ExpertsTriton) -> bool:
@@ -139,16 +141,15 @@ def products_of(args: ExpertsArgs, made: ExpertsTriton) -> Callable[..., None]:
     """What ``Layer`` takes: both launches; in Triton's interpreter of tensors for addresses."""
     call, device, few = args.call(), args.hidden.device, made.size == FEW
     biases = [args.gate_up_bias, args.down_bias]
-    first, second = programs(
-        call, made, device, tuple("float32" if b is None else dtype_name(b.dtype) for b in biases)
-    )
+    first, second = programs(call, made, device, tuple("float32" if b is None else dtype_name(b.dtype) for b in biases))
     plain = bool(first.plainly)
 
     def at(a: Any) -> Any:
         return a if plain or a is None else a.data_ptr()
 
     stacks = [
-        tuple(at(stack.buffers()[name]) for name in ("codes", "scales", "scale2")) for stack in (args.gate_up, args.down)
+        tuple(at(stack.buffers()[name]) for name in ("codes", "scales", "scale2"))
+        for stack in (args.gate_up, args.down)
     ]
     added = [at(b) for b in biases]
     width, inner, n = call.shape[-1], call.inner, call.shape[-2]
@@ -162,7 +163,7 @@ def products_of(args: ExpertsArgs, made: ExpertsTriton) -> Callable[..., None]:
     nowhere = (None, None, None)
 
     def products(hidden: Any, indices: Any, weights: Any, out: Any, lists: Any, h: Any, y: Any) -> None:
-        routing = ((at(indices), table, *(lists or nowhere), told) if few else lists)
+        routing = (at(indices), table, *(lists or nowhere), told) if few else lists
         first(grids[0], (*stacks[0][:2], at(hidden), stacks[0][2], added[0], h, *routing, n, width, inner))
         second(grids[1], (*stacks[1][:2], h, stacks[1][2], added[1], y, *routing, width, inner, width))
 
