@@ -211,6 +211,8 @@ TILED = {
     "attend_gluon": {"step"},
     "experts_decode": {"decode_gluon", "experts"},
     "experts_gemm": {"gemm_gluon", "experts"},
+    "grouped_gluon": {"experts_gemm"},
+    "experts_triton": {"experts"},
 }
 """In kernels.cuda: whose parts a kernel has."""
 

@@ -34,9 +34,11 @@ from halfbyte.kernels.cuda import (
     decode_gluon,
     experts_decode,
     experts_gemm,
+    experts_triton,
     fp8_gluon,
     gemm,
     gemm_gluon,
+    grouped_gluon,
     scaled_mm,
 )
 from halfbyte.kernels.cuda import embedding as cuda_embedding
@@ -76,7 +78,9 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     gated.COMPOSED,
     experts_decode.GLUON,
     experts_gemm.GLUON,
+    experts_triton.TRITON,
     experts_torch.LOOP,
+    grouped_gluon.GLUON,
     grouped.LOOP,
     cuda_step.ADD_NORM,
     attend_gluon.GLUON,
