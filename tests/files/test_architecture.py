@@ -210,6 +210,8 @@ TILED = {
     "fp8_gluon": {"gemm_gluon"},
     "attend_gluon": {"step"},
     "experts_decode": {"decode_gluon", "experts"},
+    "experts_gemm": {"gemm_gluon", "experts"},
+    "grouped_gluon": {"experts_gemm"},
     "experts_triton": {"experts"},
 }
 """In kernels.cuda: whose parts a kernel has."""

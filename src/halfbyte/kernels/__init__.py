@@ -33,10 +33,12 @@ from halfbyte.kernels.cuda import (
     decode,
     decode_gluon,
     experts_decode,
+    experts_gemm,
     experts_triton,
     fp8_gluon,
     gemm,
     gemm_gluon,
+    grouped_gluon,
     scaled_mm,
 )
 from halfbyte.kernels.cuda import embedding as cuda_embedding
@@ -75,8 +77,10 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     decode_gluon.GATED,
     gated.COMPOSED,
     experts_decode.GLUON,
+    experts_gemm.GLUON,
     experts_triton.TRITON,
     experts_torch.LOOP,
+    grouped_gluon.GLUON,
     grouped.LOOP,
     cuda_step.ADD_NORM,
     attend_gluon.GLUON,
