@@ -37,12 +37,13 @@ class _Summed(_Exchanging):
 
     summed_bias: Tensor | None
     summed_dtype: torch.dtype | None
+    exact: bool
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K of this rank) to (..., N), equal on all ranks."""
         part: Tensor = super().forward(x)
         to = x.dtype if self.summed_dtype is None else self.summed_dtype
-        return self.ranks.sum(part, self.summed_bias, to)
+        return self.ranks.sum(part.float() if self.exact else part, self.summed_bias, to)
 
 
 class _Gathered(_Exchanging):
@@ -89,15 +90,21 @@ SINGLE: Final = tuple(_ROWS)
 """Classes of layers that can be split."""
 
 
-def summed(module: Any, ranks: Ranks) -> None:
-    """Make a layer that has its rank's columns already add its result to those of the other ranks."""
+def summed(module: Any, ranks: Ranks, exact: bool) -> None:
+    """Make a layer that has its rank's columns already add its result to those of the other ranks.
+
+    Args:
+        module: of a class of ``SINGLE``.
+        ranks: who adds.
+        exact: whether parts are added in float32; else each is rounded to the result's dtype before.
+    """
     bias = module._parameters.pop("bias", None)
     module.__class__ = _ROWS[type(module)]
     module.ranks = ranks
     module.register_parameter("bias", None)
     module.register_parameter("summed_bias", bias)
-    module.summed_dtype = getattr(module, "out_dtype", None)
-    if not isinstance(module, torch.nn.Linear):
+    module.summed_dtype, module.exact = getattr(module, "out_dtype", None), exact
+    if exact and not isinstance(module, torch.nn.Linear):
         module.out_dtype = torch.float32
 
 

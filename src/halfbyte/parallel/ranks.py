@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from halfbyte.errors import RankError, UsageError
+from halfbyte.parallel import push
 
 TIMEOUT: Final = 60.0
 """Seconds that a rank waits for the others."""
@@ -70,6 +71,7 @@ class Ranks:
         rank: this one's number.
         size: how many there are.
         timeout: seconds that this rank waits for a GPU whose work waits for another rank.
+        how: what sums go through, in words; "" before the first on GPUs.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -80,6 +82,8 @@ class Ranks:
         self.group: Any = mesh.get_group()
         self.rank, self.size, self.timeout = mesh.get_local_rank(), mesh.size(), TIMEOUT
         self.device_type = mesh.device_type
+        self._push: push.Push | None = None
+        self.how = "gloo" if self.device_type == "cpu" else ""
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Ranks:
@@ -106,22 +110,39 @@ class Ranks:
         return torch.device("cuda", torch.cuda.current_device()) if self.device_type == "cuda" else torch.device("cpu")
 
     def sum(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The ranks' parts added in float32, then the bias, then rounded once: the same bits on every rank.
+        """The ranks' parts added in their dtype, then the bias in float32, then rounded: the same bits on every rank.
 
         Args:
-            part: (..., N), of each rank the same shape; it is overwritten where it is float32.
+            part: (..., N), of each rank the same shape; it may be overwritten.
             bias: (N,) or None.
             dtype: of the result.
 
         Raises:
             RankError: another rank failed, or did not come in time.
         """
-        total = part.float().contiguous()
+        total = part.contiguous()
         if self.size > 1 and total.numel():
+            if total.is_cuda:
+                if not self.how:
+                    self._meet()
+                if self._push is not None and total.numel() <= push.MOST and total.dtype == torch.float32:
+                    return self._push.sum(total, bias, dtype)
             self._call("a sum", lambda: dist.all_reduce(total, group=self.group))
         if bias is not None:
-            total += bias.float()
+            total = total.float() + bias.float()
         return total.to(dtype)
+
+    def _meet(self) -> None:
+        """See that the GPUs' memory can be written to by each other; once, and never in a CUDA graph."""
+        if torch.cuda.is_current_stream_capturing():
+            raise UsageError("the ranks' first sum cannot be in a CUDA graph", hint="call the model once before")
+        self._push, reason = push.made(self.group, self.rank, self.size, self.timeout)
+        self.how = f"NCCL alone ({reason})" if reason else f"writes to each other of up to {push.MOST} values, else NCCL"
+
+    def check(self) -> None:
+        """Wait for this rank's GPU; RankError where another rank did not answer it."""
+        if self._push is not None:
+            self._push.check()
 
     def gather(self, part: Tensor, width: int) -> Tensor:
         """The ranks' columns side by side.
