@@ -100,7 +100,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "step_ops": (*RUN, "operands", "remembered"),
     "ops": (*RUN, "operands", "int8_ops", "fp8_ops", "plans", "remembered", "torch_ops"),
     "torch_ops": (*RUN, "operands", "ops", "fp8_ops", "int8_ops"),
-    "expert_ops": (*RUN, "operands", "ops"),
+    "expert_ops": (*RUN, "operands", "remembered"),
     "torch_experts": (*RUN, "torch_ops", "expert_ops"),
     "nn": (*RUN, "operands", "ops", "torch_ops", "embedding_op", "torch_embedding", "expert_ops", "torch_experts"),
     "decoder": (*RUN, "ops", "nn", "step_ops"),
@@ -147,6 +147,8 @@ CHAINS = {
         "step": {"base"},
         "step_torch": {"base", "step"},
         "gated": {"base", "step"},
+        "experts": {"base", "step"},
+        "experts_torch": {"base", "experts", "fp8", "step_torch", "cuda.shared"},
         "pick": {"base", "step"},
         "dense": {"base", "step"},
     },
@@ -186,7 +188,7 @@ In hf: names, fusing <- plan <- filling <- quantizer <- loading, and saving <- f
 In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention.
 What ends in _code is loaded only to run."""
 
-CUDA = {"choices", "launch", "shared", "fragments", "fp8_quantize"}
+CUDA = {"choices", "launch", "shared", "refused", "fragments", "fp8_quantize"}
 """In kernels.cuda: what every kernel may import, beside its own device code, the file of its name and _code."""
 
 TILED = {
@@ -297,6 +299,7 @@ NO_KERNELS = (
     "ceilings",
     "launch",
     "shared",
+    "refused",
     "fp8_quantize",
     "fp8_quantize_code",
 )

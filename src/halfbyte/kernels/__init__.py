@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, dense, embedding, fp8, gated, int8, pick, reference, step_torch
+from halfbyte.kernels import attention, dense, embedding, experts_torch, fp8, gated, int8, pick, reference, step_torch
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.cpu import dense as cpu_dense
@@ -30,6 +30,7 @@ from halfbyte.kernels.cuda import step as cuda_step
 from halfbyte.kernels.dense import DenseArgs
 from halfbyte.kernels.descriptors import TensorDesc
 from halfbyte.kernels.embedding import EmbeddingArgs, EmbeddingCall
+from halfbyte.kernels.experts import ExpertsArgs, ExpertsCall
 from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
 from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
@@ -55,6 +56,7 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     embedding.NUMPY,
     decode_gluon.GATED,
     gated.COMPOSED,
+    experts_torch.LOOP,
     cuda_step.ADD_NORM,
     attend_gluon.GLUON,
     cuda_step.ATTEND,
@@ -99,6 +101,8 @@ __all__ = [
     "DenseArgs",
     "EmbeddingArgs",
     "EmbeddingCall",
+    "ExpertsArgs",
+    "ExpertsCall",
     "FmhaV2Llm",
     "FmhaV2Vit",
     "Fp8Args",
