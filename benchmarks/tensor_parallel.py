@@ -101,9 +101,7 @@ class Stack(torch.nn.Module):
 
     def _many(self, layer: Any, x: Tensor) -> Tensor:
         heads, kv = self._heads(layer)
-        q, k, v = (
-            part.reshape(1, len(x), -1, self.dim).transpose(1, 2) for part in layer.qkv.split(layer.qkv(x))
-        )
+        q, k, v = (part.reshape(1, len(x), -1, self.dim).transpose(1, 2) for part in layer.qkv.split(layer.qkv(x)))
         k, v = (part.repeat_interleave(heads // kv, 1) for part in (k, v))
         mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return mixed.transpose(1, 2).reshape(len(x), -1)

@@ -26,7 +26,9 @@ class Pool:
         self._told = spawn.Queue()
         store = f"file://{self._folder.name}/store"
         self.processes = [
-            spawn.Process(target=_serve, args=(rank, self.size, store, timeout, self._asked[rank], self._told), daemon=True)
+            spawn.Process(
+                target=_serve, args=(rank, self.size, store, timeout, self._asked[rank], self._told), daemon=True
+            )
             for rank in range(self.size)
         ]
         kept = {name: os.environ.get(name) for name in _ENVIRONMENT}
@@ -80,9 +82,7 @@ def _serve(rank: int, size: int, store: str, timeout: float, asked: Any, told: A
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
-    )
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     pairs = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("pair", "ranks"))
     meshes = {2: pairs["ranks"], size: init_device_mesh("cpu", (size,), mesh_dim_names=("ranks",))}
     while (task := asked.get()) is not None:

@@ -1,6 +1,6 @@
 """Models split over ranks, on torch.distributed: tensor parallelism and expert parallelism.
 
-``ColumnParallel``, ``RowParallel`` and ``ExpertParallel`` are styles that
+``ColumnParallel``, ``RowParallel``, ``ExpertParallel`` and ``ExpertTensorParallel`` are styles that
 ``torch.distributed.tensor.parallel.parallelize_module`` takes. A checkpoint is loaded straight into ranks by
 ``halfbyte.hf.from_pretrained(..., mesh=...)``.
 """
@@ -16,12 +16,17 @@ except ImportError:
 if not torch.distributed.is_available():
     raise UnavailableError("this torch was built without torch.distributed", hint="install another build of torch")
 
+from halfbyte.parallel.experts import LoadBalance, load_balance
 from halfbyte.parallel.ranks import Ranks, start
-from halfbyte.parallel.styles import ColumnParallel, RowParallel
+from halfbyte.parallel.styles import ColumnParallel, ExpertParallel, ExpertTensorParallel, RowParallel
 
 __all__ = [
     "ColumnParallel",
+    "ExpertParallel",
+    "ExpertTensorParallel",
+    "LoadBalance",
     "Ranks",
     "RowParallel",
+    "load_balance",
     "start",
 ]

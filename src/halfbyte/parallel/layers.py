@@ -22,7 +22,7 @@ Rows = list[tuple[int, int]]
 """Ranges of rows or columns, which lie one after the other in a rank's part."""
 
 
-class _Exchanging(torch.nn.Module):
+class Exchanging(torch.nn.Module):
     """What every layer here has: the ranks, and their columns or bias."""
 
     ranks: Ranks
@@ -32,7 +32,7 @@ class _Exchanging(torch.nn.Module):
         raise UsageError("this layer is split over ranks, so it has no whole weight", got=str(self.ranks))
 
 
-class _Summed(_Exchanging):
+class _Summed(Exchanging):
     """A row-parallel layer: it has some columns of K, and the ranks' products are added, then the bias."""
 
     summed_bias: Tensor | None
@@ -46,7 +46,7 @@ class _Summed(_Exchanging):
         return self.ranks.sum(part.float() if self.exact else part, self.summed_bias, to)
 
 
-class _Gathered(_Exchanging):
+class _Gathered(Exchanging):
     """A column-parallel layer: it has some rows of N, and the ranks' results lie side by side."""
 
     gathered: int
@@ -180,9 +180,7 @@ def fp8_columns(weight: Fp8Weight, a: int, b: int) -> Fp8Weight:
 
 
 def _like(weight: Fp8Weight, data: Any, scale: Any, pre_scale: Any) -> Fp8Weight:
-    return Fp8Weight(
-        data=data, scale=scale, block=weight.block, input_scale=weight.input_scale, pre_scale=pre_scale
-    )
+    return Fp8Weight(data=data, scale=scale, block=weight.block, input_scale=weight.input_scale, pre_scale=pre_scale)
 
 
 def _hold(module: Any, packed: Packed) -> None:

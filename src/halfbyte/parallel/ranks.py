@@ -77,7 +77,9 @@ class Ranks:
     def __init__(self, mesh: DeviceMesh) -> None:
         if mesh.ndim != 1:
             raise UsageError(
-                "a model is split over one axis of a mesh", got=f"{mesh.ndim} axes", hint='pass mesh["name of the axis"]'
+                "a model is split over one axis of a mesh",
+                got=f"{mesh.ndim} axes",
+                hint='pass mesh["name of the axis"]',
             )
         self.group: Any = mesh.get_group()
         self.rank, self.size, self.timeout = mesh.get_local_rank(), mesh.size(), TIMEOUT
@@ -137,7 +139,9 @@ class Ranks:
         if torch.cuda.is_current_stream_capturing():
             raise UsageError("the ranks' first sum cannot be in a CUDA graph", hint="call the model once before")
         self._push, reason = push.made(self.group, self.rank, self.size, self.timeout)
-        self.how = f"NCCL alone ({reason})" if reason else f"writes to each other of up to {push.MOST} values, else NCCL"
+        self.how = (
+            f"NCCL alone ({reason})" if reason else f"writes to each other of up to {push.MOST} values, else NCCL"
+        )
 
     def check(self) -> None:
         """Wait for this rank's GPU; RankError where another rank did not answer it."""
@@ -162,10 +166,30 @@ class Ranks:
         lead, most = part.shape[:-1], share(width, 0, self.size)[1]
         own = part.new_zeros(*lead, most)
         own[..., : part.shape[-1]] = part
-        every = part.new_empty(self.size, *lead, most)
-        if own.numel():
-            self._call("a gathering", lambda: dist.all_gather_into_tensor(every, own, group=self.group))
+        if not own.numel():
+            return part.new_zeros(*lead, width)
+        every = self._all(own).reshape(self.size, *lead, most)
         return torch.cat(list(every.unbind(0)), -1)[..., :width]
+
+    def table(self, counts: Tensor) -> list[list[int]]:
+        """The ranks' counts (C,) int64, one row for each, waiting for the device; RankError as ``sum``."""
+        rows: list[list[int]] = self._all(counts).reshape(self.size, -1).tolist()
+        return rows
+
+    def exchange(self, rows: Tensor, send: list[int], take: list[int]) -> Tensor:
+        """Rows to the other ranks, and theirs.
+
+        Args:
+            rows: (sum of send, ...): those for rank 0 come first.
+            send: for each rank, how many go there.
+            take: for each rank, how many come from there.
+
+        Returns:
+            (sum of take, ...); RankError as ``sum``.
+        """
+        made = rows.new_empty(sum(take), *rows.shape[1:])
+        self._call("an exchange", lambda: dist.all_to_all_single(made, rows.contiguous(), take, send, group=self.group))
+        return made
 
     def agreed(self, what: str, value: Any, number: int = 0) -> int:
         """Rank 0's number, where all ranks have the same value.
@@ -180,10 +204,7 @@ class Ranks:
             RankError: as ``sum``.
         """
         digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
-        own = torch.tensor([digest, number], dtype=torch.int64, device=self.device)
-        every = own.new_empty(self.size, 2)
-        self._call("an agreement", lambda: dist.all_gather_into_tensor(every, own, group=self.group))
-        rows = every.tolist()
+        rows = self.table(torch.tensor([digest, number], dtype=torch.int64, device=self.device))
         other = [rank for rank, (found, _) in enumerate(rows) if found != rows[0][0]]
         if other:
             raise UsageError(f"{what} of the ranks differ", got=f"others on rank {', '.join(map(str, other))}")
@@ -200,6 +221,13 @@ class Ranks:
                 )
             time.sleep(20e-6)
 
+    def _all(self, own: Tensor) -> Tensor:
+        """The ranks' tensors of one shape, one after the other, flat."""
+        flat = own.contiguous().reshape(-1)
+        every = flat.new_empty(self.size * flat.numel())
+        self._call("a gathering", lambda: _gather(every, flat, group=self.group))
+        return every
+
     def _call(self, what: str, run: Callable[[], Any]) -> None:
         try:
             run()
@@ -207,6 +235,8 @@ class Ranks:
             raise _lost(f"rank {self.rank} got no answer in {what} over {self.size} ranks", error) from error
 
 
+_gather: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Torch's later name for it, and the former."""
 _known: Final[WeakKeyDictionary[Any, Ranks]] = WeakKeyDictionary()
 
 

@@ -2,7 +2,8 @@
 
 ::
 
-    parallelize_module(model, mesh, {"layers.*.mlp.gate_proj": ColumnParallel(), "layers.*.mlp.down_proj": RowParallel()})
+    plan = {"layers.*.mlp.gate_proj": ColumnParallel(), "layers.*.mlp.down_proj": RowParallel(), ...}
+    parallelize_module(model, mesh, plan)
 
 Activations are ordinary tensors: those of a column-parallel layer are a rank's own columns, which a row-parallel one
 takes. Each rank cuts the weights that it holds; nothing is sent for that.
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from halfbyte import nn
 from halfbyte.errors import UsageError
+from halfbyte.parallel.experts import count, keep_columns, keep_experts
 from halfbyte.parallel.layers import SINGLE, cut_columns, cut_part, cut_rows, gathered, summed
 from halfbyte.parallel.ranks import Ranks, even_share, head_share, share
 
@@ -101,3 +103,49 @@ class RowParallel(ParallelStyle):
         cut_columns(module, ranks)
         summed(module, ranks, self.exact)
         return module
+
+
+class ExpertParallel(ParallelStyle):
+    """``nn.Experts`` of which each rank has equally many; what it has not is null there.
+
+    Args:
+        tokens: "same" where all ranks have the same tokens, as behind tensor-parallel attention: each computes what
+            its experts make of them, and an all-reduce adds the results. "own" where each rank has its own tokens:
+            they are sent to the ranks of their experts and back, in two all-to-alls.
+        count: whether experts count the slots that they are given, for ``load_balance``.
+
+    Raises:
+        UsageError: when it is applied, another module, or experts that do not split.
+    """
+
+    def __init__(self, *, tokens: str = "same", count: bool = False) -> None:
+        super().__init__()
+        if tokens not in ("same", "own"):
+            raise UsageError("it is not known which tokens ranks have", got=repr(tokens), expected="'same' or 'own'")
+        self.tokens, self.count = tokens, count
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        keep_experts(_checked_experts(module), Ranks.of(device_mesh), self.tokens == "own")
+        if self.count:
+            count(module)
+        return module
+
+
+class ExpertTensorParallel(ParallelStyle):
+    """``nn.Experts`` of which each rank has the same columns of every expert's inner width, in whole blocks of 16.
+
+    All ranks are given the same tokens; an all-reduce adds what they make of them.
+
+    Raises:
+        UsageError: when it is applied, another module, or a width that does not split.
+    """
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        keep_columns(_checked_experts(module), Ranks.of(device_mesh))
+        return module
+
+
+def _checked_experts(module: torch.nn.Module) -> torch.nn.Module:
+    if type(module) is not nn.Experts:
+        raise UsageError("these are no experts that can be split", got=type(module).__name__, expected="nn.Experts")
+    return module
