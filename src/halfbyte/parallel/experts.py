@@ -124,6 +124,25 @@ def keep_columns(module: Any, ranks: Ranks) -> None:
     _become(module, RankExperts, ranks, torch.zeros(mixture.experts, dtype=torch.int64))
 
 
+def join_experts(module: Any, ranks: Ranks, experts: int | None) -> None:
+    """Make experts that have a rank's part already add their results to those of the other ranks.
+
+    Args:
+        module: ``nn.Experts``.
+        ranks: who adds.
+        experts: how many all ranks have, of which each has equally many; None where each has columns of all.
+    """
+    held = len(module.mixture.local)
+    if experts is None:
+        owners = torch.zeros(held, dtype=torch.int64)
+    else:
+        owners = torch.arange(experts) // held
+        local = tuple(range(ranks.rank * held, (ranks.rank + 1) * held))
+        module.mixture = replace(module.mixture, experts=experts, local=local, null="skip")
+        module.num_experts = experts
+    _become(module, RankExperts, ranks, owners)
+
+
 def expert_rows(width: int, a: int, b: int, parts: int, order: str) -> Rows:
     """The rows of gate_up that columns a..b of the inner width are made of."""
     if parts == 1:
