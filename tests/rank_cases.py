@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import torch
@@ -18,6 +20,25 @@ from halfbyte.parallel import (
     load_balance,
 )
 from helpers_run import random_weight
+
+
+class Reads:
+    """Bytes that this process reads through halfbyte."""
+
+    def __init__(self) -> None:
+        self.count, self._own = 0, os.preadv
+
+    def __enter__(self) -> Reads:
+        def counted(fd: int, buffers: Any, offset: int) -> int:
+            got = self._own(fd, buffers, offset)
+            self.count += got
+            return got
+
+        os.preadv = counted  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.preadv = self._own
 
 
 def layer(kind: str, n: int, k: int, *, bias: bool = True, seed: int = 0, per_row: bool = True) -> Any:
@@ -98,6 +119,26 @@ def routed(tokens: int, k: int, experts: int, seed: int = 0) -> tuple[torch.Tens
     return ids, torch.rand(tokens, k, generator=given)
 
 
+def loaded(mesh: Any, path: str, tokens: list[list[int]], new: int, options: dict[str, Any]) -> Any:
+    """A model loaded over the ranks: logits of the prompts, a greedy text, a drawn one, bytes read, what it is."""
+    import halfbyte as hb
+    import halfbyte.hf
+
+    with Reads() as reads:
+        model = halfbyte.hf.from_pretrained(path, mesh=mesh, **options)
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens)).logits.float().numpy()
+    greedy = hb.generate(model, tokens, max_new_tokens=new)
+    drawn = hb.generate(model, tokens, max_new_tokens=new, temperature=0.7)
+    held = {name: type(module).__name__ for name, module in model.named_modules()}
+    sizes = {
+        name: sum(t.nbytes for t in module.held().values())
+        for name, module in model.named_modules()
+        if hasattr(module, "held")
+    }
+    return logits, greedy.tokens, drawn.tokens, reads.count, held, sizes, greedy.how
+
+
 def mixture(mesh: Any, style: str, tokens: int, options: dict[str, Any], ids: Any = None, balance: bool = False) -> Any:
     """The whole experts' result for tokens, that of the split ones, and how evenly those were asked."""
     whole = experts_of(8, 64, 64, bias=True, **options)
@@ -119,3 +160,57 @@ def mixture(mesh: Any, style: str, tokens: int, options: dict[str, Any], ids: An
     made = cut(x, indices, weights).numpy()
     told = load_balance(cut) if balance else None
     return whole(x, indices, weights).numpy(), made, told, str(told)
+
+
+def rounded(mesh: Any) -> Any:
+    """A row-parallel layer whose parts are bfloat16 when they are added."""
+    whole, cut = layer("nvfp4", 32, 128), layer("nvfp4", 32, 128)
+    parallelize_module(cut, mesh, RowParallel(exact=False))
+    assert cut.out_dtype is None
+    x = inputs(3, 128).bfloat16()
+    ranks = Ranks.of(mesh)
+    own = x.chunk(ranks.size, -1)[ranks.rank]
+    return whole(x).float().numpy(), cut(own).float().numpy()
+
+
+def refused(mesh: Any, what: str) -> None:
+    """Something that does not split over some number of ranks."""
+    if what == "rows":
+        parallelize_module(layer("nvfp4", 66, 64), mesh, ColumnParallel())
+    elif what == "blocks":
+        parallelize_module(layer("nvfp4", 32, 48), mesh, RowParallel())
+    elif what == "heads":
+        parallelize_module(layer("nvfp4", 48, 64), mesh, ColumnParallel(heads=3))
+    elif what == "norm":
+        parallelize_module(torch.nn.LayerNorm(8), mesh, ColumnParallel())
+    elif what == "experts":
+        parallelize_module(torch.nn.Linear(8, 8), mesh, ExpertParallel())
+    elif what == "count":
+        parallelize_module(experts_of(6, 64, 64, bias=False), mesh, ExpertParallel())
+    elif what == "saved":
+        model = torch.nn.Sequential(layer("nvfp4", 32, 128))
+        parallelize_module(model, mesh, {"0": RowParallel()})
+        list(nn.weights_of(model))
+
+
+def agreement(mesh: Any, differ: bool) -> int:
+    """The first rank's number."""
+    rank = Ranks.of(mesh).rank
+    return Ranks.of(mesh).agreed("the answers", ("yes", rank // 2 if differ else 0), 100 + rank)
+
+
+def dying(mesh: Any, victim: int) -> Any:
+    """A sum that one rank does not live to see."""
+    ranks = Ranks.of(mesh)
+    ranks.sum(torch.ones(4), None, torch.float32)
+    if ranks.rank == victim:
+        os._exit(1)
+    return ranks.sum(torch.ones(4), None, torch.float32)
+
+
+def late(mesh: Any, seconds: float) -> Any:
+    """A sum to which the last rank comes late."""
+    ranks = Ranks.of(mesh)
+    if ranks.rank == ranks.size - 1:
+        time.sleep(seconds)
+    return ranks.sum(torch.ones(4), None, torch.float32)

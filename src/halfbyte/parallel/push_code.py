@@ -62,12 +62,13 @@ def push_sum(
         out: (n,).
         buffers: (RANKS,) i64, addresses of the buffers (2, RANKS, SLOTS * BLOCK) i64 of all ranks.
         counters: (SLOTS,) i32, how many calls this program was in.
-        failed: (1,) i32, set where another rank did not answer.
+        failed: (1,) i32, set where another rank did not answer; it is not waited for again.
         patience: nanoseconds to wait for it, i64.
     """
     pid = tl.program_id(0)
     at = pid * BLOCK + tl.arange(0, BLOCK)
     call = tl.load(counters + pid) + 1
+    patience = tl.where(tl.load(failed) == 0, patience, 0)
     own = tl.load(part + at, at < n, other=0.0)
     word = (call.to(tl.int64) << 32) | (own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     half = (call & 1).to(tl.int64) * RANKS

@@ -197,7 +197,7 @@ class Ranks:
         Args:
             what: the value is, in words.
             value: with a ``repr`` that tells it from others.
-            number: 0..2^63-1.
+            number: an int64.
 
         Raises:
             UsageError: another value on some rank; every rank raises it.
@@ -245,9 +245,14 @@ def _lost(message: str, error: RuntimeError) -> RankError:
     return RankError(message, got=reason[:200], hint="look for the first error among all ranks")
 
 
-def share(size: int, rank: int, count: int, unit: int = 16) -> tuple[int, int]:
-    """Which of ``size`` entries a rank has, where any size is taken: the first ranks have the most, in whole units."""
-    each = -(-size // (count * unit)) * unit
+def share(size: int, rank: int, count: int) -> tuple[int, int]:
+    """Which of ``size`` entries a rank has, where any size is taken: the last ranks have fewer.
+
+    The parts are multiples of 16 where that leaves each rank some.
+    """
+    each = -(-size // (count * 16)) * 16
+    if each * (count - 1) >= size:
+        each = -(-size // count)
     return min(rank * each, size), min((rank + 1) * each, size)
 
 

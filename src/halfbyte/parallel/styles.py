@@ -57,7 +57,7 @@ class ColumnParallel(ParallelStyle):
         if not self.gather:
             return even_share(n, ranks.rank, ranks.size, 1, "N")
         if share(n, ranks.size - 1, ranks.size)[0] == n:
-            raise UsageError(f"N = {n} gives some of {ranks.size} ranks nothing", expected="16 rows a rank or more")
+            raise UsageError(f"N = {n} gives some of {ranks.size} ranks nothing", hint="leave it whole")
         return share(n, ranks.rank, ranks.size)
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
