@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from halfbyte import nn
 from halfbyte.layouts import Fragments, Rows
 from halfbyte.parallel import ColumnParallel, Ranks, RowParallel
+from halfbyte.parallel import layers as split_layers
 from halfbyte.step_ops import add_norm, attend, gated
 from halfbyte.weight import Weight
 
@@ -76,12 +77,19 @@ class Stack(torch.nn.Module):
         self.positions = torch.full((1,), CONTEXT, device=device)
         self.caches: dict[int, Tensor] = {}
 
-    def cut(self, mesh: DeviceMesh, exact: bool) -> Stack:
-        column, row = ColumnParallel(), RowParallel(exact=exact)
+    def cut(self, mesh: DeviceMesh) -> Stack:
+        column, row = ColumnParallel(), RowParallel()
         plan = {"qkv": column, "o": row, "gate_up": column, "down": row}
         parallelize_module(self, mesh, {f"layers.*.{name}": style for name, style in plan.items()})
         self.caches = {}
         return self
+
+    def exact(self, asked: bool) -> None:
+        """Whether the ranks' parts are added in float32."""
+        for layer in self.layers:
+            own: Any = layer
+            for row in (own.o, own.down):
+                row.exact, row.out_dtype = asked, torch.float32 if asked else None
 
     def _heads(self, layer: Any) -> tuple[int, int]:
         q, k, _ = layer.qkv.sizes
@@ -186,32 +194,37 @@ class Program:
         alone = {m: self.timed(whole, self.tokens(m)) for m in counts}
         self.say(f"{layers} layers of {self.of}, {self.size} ranks on {self.device.type}, {self.dtype}")
         for m in counts:
-            self.say(f"M {m:5}: one {self.device.type} {1e6 * alone[m]:10.1f} us")
+            self.say(
+                f"M {m:5}: one {self.device.type} {1e6 * alone[m]:10.1f} us ({time.perf_counter() - started:.0f} s)"
+            )
+        stack, ranks = whole.cut(self.mesh), Ranks.of(self.mesh)
+
+        def measured(m: int, how: str) -> None:
+            with torch.no_grad():
+                y = stack(self.tokens(m)).float()
+            off = float((y - wanted[m]).norm() / wanted[m].norm())
+            digest = int.from_bytes(hashlib.sha256(y.cpu().numpy().tobytes()).digest()[:6])
+            same = self.slowest(digest) == -self.slowest(-digest)
+            split = self.timed(stack, self.tokens(m))
+            self.say(
+                f"M {m:5}: {self.size} ranks {1e6 * split:10.1f} us, {alone[m] / split:.2f}x of one; {how}; "
+                f"off by {off:.1e}; same bits on all ranks: {same}"
+            )
+
+        measured(1, "as it is")
+        self.say(f"small sums go by {ranks.how}")
+        if ranks._push is not None:
+            kept, ranks._push = ranks._push, None
+            measured(1, "NCCL alone")
+            ranks._push = kept
         for exact in (True, False):
-            stack = whole if not exact else Stack(self.of, layers, self.device, self.dtype, self.layout)
-            if exact:
-                stack.cut(self.mesh, True)
-                whole = Stack(self.of, layers, self.device, self.dtype, self.layout)
-            else:
-                stack.cut(self.mesh, False)
-            for m in counts:
-                with torch.no_grad():
-                    y = stack(self.tokens(m)).float()
-                off = float((y - wanted[m]).norm() / wanted[m].norm())
-                digest = int.from_bytes(hashlib.sha256(y.cpu().numpy().tobytes()).digest()[:6])
-                same = self.slowest(digest) == -self.slowest(-digest)
-                split = self.timed(stack, self.tokens(m))
-                how = "added in float32" if exact else "rounded, then added"
-                self.say(
-                    f"M {m:5}: {self.size} ranks  {1e6 * split:10.1f} us, {alone[m] / split:.2f}x of one; parts {how}; "
-                    f"off by {off:.1e}; same bits on all ranks: {same}"
-                )
-            del stack
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-        self.say(f"small sums go by {Ranks.of(self.mesh).how}")
+            stack.exact(exact)
+            for rows in (2048, 1 << 30):
+                split_layers.OVERLAPPED = rows
+                parts = "parts added in float32" if exact else "parts rounded, then added"
+                measured(self.given.many, parts + (", in halves" if rows == 2048 else ""))
         self.exchanges()
-        Ranks.of(self.mesh).check()
+        ranks.check()
         self.say(f"all took {time.perf_counter() - started:.0f} s")
 
     def exchanges(self) -> None:
@@ -221,8 +234,7 @@ class Program:
             for dtype in (torch.float32, torch.bfloat16):
                 part = torch.zeros(m, hidden, dtype=dtype, device=self.device)
                 ways: dict[str, Callable[[], Any]] = {"all_reduce": lambda p=part: dist.all_reduce(p, group=group)}
-                if dtype == torch.float32 and m <= 16:
-                    ways["Ranks.sum"] = lambda p=part: ranks.sum(p, None, self.dtype)
+                ways["Ranks.sum"] = lambda p=part: ranks.sum(p, None, self.dtype)
                 if self.device.type == "cuda":
                     ways |= self.symmetric(m, dtype)
                 for name, run in ways.items():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.parallel import parallelize_module
 
+import halfbyte as hb
 from halfbyte import nn
 from halfbyte.lossy import to_fp8
 from halfbyte.parallel import (
@@ -121,7 +122,6 @@ def routed(tokens: int, k: int, experts: int, seed: int = 0) -> tuple[torch.Tens
 
 def loaded(mesh: Any, path: str, tokens: list[list[int]], new: int, options: dict[str, Any]) -> Any:
     """A model loaded over the ranks: logits of the prompts, a greedy text, a drawn one, bytes read, what it is."""
-    import halfbyte as hb
     import halfbyte.hf
 
     with Reads() as reads:
@@ -214,3 +214,79 @@ def late(mesh: Any, seconds: float) -> Any:
     if ranks.rank == ranks.size - 1:
         time.sleep(seconds)
     return ranks.sum(torch.ones(4), None, torch.float32)
+
+
+def in_two(mesh: Any, biased: bool) -> Any:
+    """A sum whose rows are added by one rank each, and what it should be."""
+    ranks = Ranks.of(mesh)
+    parts = [torch.arange(8.0 * 6).reshape(8, 6) * (r + 1) for r in range(ranks.size)]
+    bias = torch.arange(6.0) if biased else None
+    out = torch.empty(8, 6, dtype=torch.bfloat16)
+    made = ranks._in_two(parts[ranks.rank], bias, out)
+    wanted = sum(parts) if bias is None else sum(parts) + bias
+    return made.float().numpy(), wanted.bfloat16().float().numpy()
+
+
+def sums_on_gpus(mesh: Any, n: int, biased: bool) -> Any:
+    """A sum of whole numbers by calls, one after the other, and by a CUDA graph; what it should be; how it went."""
+    ranks = Ranks.of(mesh)
+    device = ranks.device
+    width = n if n < 8192 else 8192 if n % 8192 == 0 else n
+    parts = [torch.arange(n, device=device).reshape(-1, width) % 100 * (r + 1.0) for r in range(ranks.size)]
+    bias = torch.arange(width, device=device).float() % 7 if biased else None
+    wanted = sum(parts) if bias is None else sum(parts) + bias
+    own = parts[ranks.rank]
+    made = [ranks.sum(own.clone(), bias, torch.float32) for _ in range(5)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        kept = [ranks.sum(own.clone(), bias, torch.float32) for _ in range(3)]
+    for _ in range(20):
+        graph.replay()
+    made += kept
+    torch.cuda.synchronize()
+    ranks.check()
+    for one in made[1:]:
+        assert torch.equal(one, made[0])
+    return made[0].cpu().numpy(), wanted.cpu().numpy(), ranks.how
+
+
+def layers_on_gpus(mesh: Any, rows: int) -> Any:
+    """Gate and up, then down: whole, and split over the ranks."""
+
+    def made() -> Any:
+        up, down = random_weight(1024, 512, seed=1), random_weight(512, 1024, seed=2)
+        layout = "fragments"
+        return torch.nn.Sequential(
+            nn.Linear(hb.pack(up.torch("cuda"), layout)), nn.Linear(hb.pack(down.torch("cuda"), layout))
+        )
+
+    whole, cut = made(), made()
+    parallelize_module(cut, mesh, {"0": ColumnParallel(), "1": RowParallel()})
+    x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(3)).bfloat16().cuda()
+    with torch.no_grad():
+        return whole(x).float().cpu().numpy(), cut(x).float().cpu().numpy()
+
+
+def write_model(path: Any) -> Any:
+    """A small Llama with NVFP4 weights."""
+    import decoder_models
+    import halfbyte.hf
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+    model = decoder_models.tiny("llama", dtype=torch.bfloat16, head_dim=64, **sizes)
+    halfbyte.hf.quantize_model(model)
+    model.save_pretrained(path)
+    return path
+
+
+def text_on_gpus(mesh: Any, path: str) -> Any:
+    """Greedy texts of a model on one GPU and over all, in CUDA graphs."""
+    import halfbyte.hf
+
+    prompts = [[1, 2, 3, 4, 5], [9, 8, 7]]
+    whole = halfbyte.hf.from_pretrained(path, device_map={"": torch.cuda.current_device()})
+    split = halfbyte.hf.from_pretrained(path, mesh=mesh)
+    one, two = (hb.generate(model, prompts, max_new_tokens=12, graph=True) for model in (whole, split))
+    return {"whole": one.tokens, "split": two.tokens, "how": two.how}

@@ -15,11 +15,10 @@ PATIENCE = 120.0
 
 
 class Pool:
-    """Four ranks; a case runs on all of them, with a mesh of two (in two pairs) or of four."""
+    """Four ranks, or as many as asked; a case runs on all of them, with a mesh of two (in pairs) or of all."""
 
-    size = 4
-
-    def __init__(self, timeout: float = 60.0) -> None:
+    def __init__(self, timeout: float = 60.0, size: int = 4, device: str = "cpu") -> None:
+        self.size = size
         spawn = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._asked = [spawn.Queue() for _ in range(self.size)]
@@ -27,7 +26,9 @@ class Pool:
         store = f"file://{self._folder.name}/store"
         self.processes = [
             spawn.Process(
-                target=_serve, args=(rank, self.size, store, timeout, self._asked[rank], self._told), daemon=True
+                target=_serve,
+                args=(rank, self.size, store, timeout, device, self._asked[rank], self._told),
+                daemon=True,
             )
             for rank in range(self.size)
         ]
@@ -74,7 +75,7 @@ class Failed(str):
     """The text of an error: its class and its message."""
 
 
-def _serve(rank: int, size: int, store: str, timeout: float, asked: Any, told: Any) -> None:
+def _serve(rank: int, size: int, store: str, timeout: float, device: str, asked: Any, told: Any) -> None:
     from datetime import timedelta
 
     import torch
@@ -83,8 +84,8 @@ def _serve(rank: int, size: int, store: str, timeout: float, asked: Any, told: A
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
-    pairs = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("pair", "ranks"))
-    meshes = {2: pairs["ranks"], size: init_device_mesh("cpu", (size,), mesh_dim_names=("ranks",))}
+    pairs = init_device_mesh(device, (size // 2, 2), mesh_dim_names=("pair", "ranks"))
+    meshes = {2: pairs["ranks"], size: init_device_mesh(device, (size,), mesh_dim_names=("ranks",))}
     while (task := asked.get()) is not None:
         case, ranks, args = task
         try:

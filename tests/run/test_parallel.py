@@ -188,6 +188,13 @@ def test_load_balance(pool, ranks):
         assert sum(told.slots[""]) == 12 * ranks
 
 
+@BOTH
+@pytest.mark.parametrize("bias", [False, True])
+def test_each_rank_adds_some_rows_of_a_large_sum(pool, ranks, bias):
+    for made, wanted in answers(pool, cases.in_two, ranks, bias):
+        np.testing.assert_array_equal(made, wanted)
+
+
 def test_ranks_that_disagree_are_all_told(pool):
     assert (
         error_of(pool, cases.agreement, 4, True)

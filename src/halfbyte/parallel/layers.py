@@ -18,6 +18,9 @@ from halfbyte.numerics import BLOCK
 from halfbyte.parallel.ranks import Ranks, even_share
 from halfbyte.weight import Fp8Weight, Weight
 
+OVERLAPPED: Final = 2048
+"""From so many rows on a row-parallel layer on a GPU computes in halves."""
+
 Rows = list[tuple[int, int]]
 """Ranges of rows or columns, which lie one after the other in a rank's part."""
 
@@ -41,9 +44,29 @@ class _Summed(Exchanging):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K of this rank) to (..., N), equal on all ranks."""
-        part: Tensor = super().forward(x)
+        rows = x.numel() // max(x.shape[-1], 1)
+        if x.is_cuda and rows >= OVERLAPPED and self.ranks.size > 1:
+            return self._overlapped(x.reshape(rows, -1)).reshape(*x.shape[:-1], -1)
+        return self._sum(super().forward(x), x.dtype)
+
+    def _sum(self, part: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        to = dtype if self.summed_dtype is None else self.summed_dtype
+        return self.ranks.sum(part.float() if self.exact else part, self.summed_bias, to, out)
+
+    def _overlapped(self, x: Tensor) -> Tensor:
+        """The same in two halves: the first one's sum is exchanged while the second is multiplied."""
+        main: Any = torch.cuda.current_stream(x.device)
+        side = self.ranks.side_stream()
+        half = len(x) // 2 // self.ranks.size * self.ranks.size
+        first = super().forward(x[:half])
         to = x.dtype if self.summed_dtype is None else self.summed_dtype
-        return self.ranks.sum(part.float() if self.exact else part, self.summed_bias, to)
+        out = torch.empty(len(x), first.shape[1], dtype=to, device=x.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            self._sum(first, x.dtype, out[:half])
+        self._sum(super().forward(x[half:]), x.dtype, out[half:])
+        main.wait_stream(side)
+        return out
 
 
 class _Gathered(Exchanging):

@@ -18,6 +18,8 @@ BLOCK: Final = 128
 """Values of a program, one for each thread."""
 SLOTS: Final = 1024
 """Programs at most."""
+HOPPER: Final = (9, 0)
+"""From which compute capability on it starts before the kernel ahead has ended, and waits for it."""
 MOST: Final = SLOTS * BLOCK
 """Values of a sum at most; NCCL is faster with more."""
 
@@ -48,17 +50,18 @@ class Push:
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # ``made`` meets the other ranks next: all buffers are zero before anyone writes
 
-    def sum(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def sum(self, part: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         """As ``Ranks.sum``, of at most ``MOST`` values in float32. A rank that does not answer makes it NaN."""
         from halfbyte.parallel.push_code import push_sum
 
-        out = torch.empty_like(part, dtype=dtype)
         n, width = part.numel(), part.shape[-1]
+        early = torch.cuda.get_device_capability(part.device) >= HOPPER
+        more = {"launch_pdl": True} if early else {}
         with gpu.device_of(part):
             push_sum[(-(-n // BLOCK),)](
                 part, out if bias is None else bias, out, self._addresses, self._counters, self.failed, n, width,
                 self.patience, RANK=self.rank, RANKS=self.size, SLOTS=SLOTS, BLOCK=BLOCK, BIAS=bias is not None,
-                num_warps=BLOCK // 32,
+                EARLY=early, num_warps=BLOCK // 32, **more,
             )  # fmt: skip
         return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _SEND = tl.constexpr("""
 {
@@ -49,6 +50,7 @@ def push_sum(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """BLOCK values: this rank's go to every other rank's buffer, theirs are awaited in this one's, all are added.
 
@@ -64,7 +66,11 @@ def push_sum(
         counters: (SLOTS,) i32, how many calls this program was in.
         failed: (1,) i32, set where another rank did not answer; it is not waited for again.
         patience: nanoseconds to wait for it, i64.
+        EARLY: it starts before the kernel ahead of it ends, and so may the one behind.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     pid = tl.program_id(0)
     at = pid * BLOCK + tl.arange(0, BLOCK)
     call = tl.load(counters + pid) + 1

@@ -85,6 +85,7 @@ class Ranks:
         self.rank, self.size, self.timeout = mesh.get_local_rank(), mesh.size(), TIMEOUT
         self.device_type = mesh.device_type
         self._push: push.Push | None = None
+        self._side: Any = None
         self.how = "gloo" if self.device_type == "cpu" else ""
 
     @staticmethod
@@ -111,13 +112,14 @@ class Ranks:
         """Where what is exchanged lies."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device_type == "cuda" else torch.device("cpu")
 
-    def sum(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def sum(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """The ranks' parts added in their dtype, then the bias in float32, then rounded: the same bits on every rank.
 
         Args:
             part: (..., N), of each rank the same shape; it may be overwritten.
             bias: (N,) or None.
             dtype: of the result.
+            out: what it is written to, contiguous; by default a new tensor.
 
         Raises:
             RankError: another rank failed, or did not come in time.
@@ -128,11 +130,32 @@ class Ranks:
                 if not self.how:
                     self._meet()
                 if self._push is not None and total.numel() <= push.MOST and total.dtype == torch.float32:
-                    return self._push.sum(total, bias, dtype)
+                    return self._push.sum(total, bias, torch.empty_like(total, dtype=dtype) if out is None else out)
+                rows = total.reshape(-1, total.shape[-1])
+                if len(rows) % self.size == 0:
+                    return self._in_two(rows, bias, torch.empty_like(total, dtype=dtype) if out is None else out)
             self._call("a sum", lambda: dist.all_reduce(total, group=self.group))
         if bias is not None:
             total = total.float() + bias.float()
-        return total.to(dtype)
+        made = total.to(dtype)
+        return made if out is None else out.copy_(made)
+
+    def _in_two(self, rows: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """``sum`` where each rank adds some rows and rounds them, so that sums are sent in the result's dtype."""
+        own = rows.new_empty(len(rows) // self.size, rows.shape[1])
+        self._call("a sum", lambda: _scatter(own, rows, group=self.group))
+        if bias is not None:
+            own = own.float() + bias.float()
+        rounded = own.to(out.dtype)
+        self._call("a sum", lambda: _gather(out.view(rows.shape), rounded, group=self.group))
+        return out
+
+    def side_stream(self) -> Any:
+        """A stream of this rank's GPU beside the current one."""
+        if self._side is None:
+            cuda: Any = torch.cuda
+            self._side = cuda.Stream(self.device, priority=-1)
+        return self._side
 
     def _meet(self) -> None:
         """See that the GPUs' memory can be written to by each other; once, and never in a CUDA graph."""
@@ -164,12 +187,16 @@ class Ranks:
         if self.size == 1:
             return part
         lead, most = part.shape[:-1], share(width, 0, self.size)[1]
-        own = part.new_zeros(*lead, most)
-        own[..., : part.shape[-1]] = part
+        own = part
+        if most * self.size != width:
+            own = part.new_zeros(*lead, most)
+            own[..., : part.shape[-1]] = part
         if not own.numel():
             return part.new_zeros(*lead, width)
-        every = self._all(own).reshape(self.size, *lead, most)
-        return torch.cat(list(every.unbind(0)), -1)[..., :width]
+        every = self._all(own).reshape(self.size, -1, most)
+        if every.shape[1] > 1:
+            every = every.transpose(0, 1).contiguous()
+        return every.reshape(*lead, self.size * most)[..., :width]
 
     def table(self, counts: Tensor) -> list[list[int]]:
         """The ranks' counts (C,) int64, one row for each, waiting for the device; RankError as ``sum``."""
@@ -236,7 +263,8 @@ class Ranks:
 
 
 _gather: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Torch's later name for it, and the former."""
+_scatter: Final[Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Torch's later names for them, and the former."""
 _known: Final[WeakKeyDictionary[Any, Ranks]] = WeakKeyDictionary()
 
 
