@@ -124,6 +124,8 @@ def loaded(mesh: Any, path: str, tokens: list[list[int]], new: int, options: dic
     """A model loaded over the ranks: logits of the prompts, a greedy text, a drawn one, bytes read, what it is."""
     import halfbyte.hf
 
+    with Reads() as headers:
+        hb.open(path)
     with Reads() as reads:
         model = halfbyte.hf.from_pretrained(path, mesh=mesh, **options)
     with torch.no_grad():
@@ -136,7 +138,20 @@ def loaded(mesh: Any, path: str, tokens: list[list[int]], new: int, options: dic
         for name, module in model.named_modules()
         if hasattr(module, "held")
     }
-    return logits, greedy.tokens, drawn.tokens, reads.count, held, sizes, greedy.how
+    return logits, greedy.tokens, drawn.tokens, reads.count, held, sizes, greedy.how, 2 * headers.count
+
+
+def saved(mesh: Any, path: str, target: str) -> None:
+    import halfbyte.hf
+
+    halfbyte.hf.from_pretrained(path, mesh=mesh, dtype=torch.float32).save_pretrained(target)
+
+
+def other_texts(mesh: Any, path: str) -> None:
+    import halfbyte.hf
+
+    model = halfbyte.hf.from_pretrained(path, mesh=mesh, dtype=torch.float32)
+    hb.generate(model, [[1, 2, 3 + mesh.get_local_rank()]], max_new_tokens=2)
 
 
 def mixture(mesh: Any, style: str, tokens: int, options: dict[str, Any], ids: Any = None, balance: bool = False) -> Any:
