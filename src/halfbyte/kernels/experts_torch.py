@@ -9,6 +9,7 @@ and bit for bit only where the same kernels run.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 from halfbyte.errors import NoKernelError
@@ -25,6 +26,7 @@ from halfbyte.kernels.experts import (
     places,
 )
 from halfbyte.kernels.fp8 import Fp8Args
+from halfbyte.kernels.grouped import expert_of
 from halfbyte.kernels.step_torch import activation_of
 from halfbyte.layouts import Packed
 
@@ -65,13 +67,6 @@ def _product(x: Any, weight: Packed, bias: Any, precision: str) -> Any:
     return out
 
 
-def _expert(stack: Packed, e: int) -> Packed:
-    """One expert of a stack; what kernels keep of it is kept with the stack."""
-    own = stack.expert(e)
-    own.memo = stack.memo.setdefault(("expert", e), {})
-    return own
-
-
 def _mlp(x: Any, args: ExpertsArgs, gate_up: Packed, down: Packed, bias: Any, down_bias: Any) -> Any:
     both = _product(x, gate_up, bias, args.precision)
     return _product(activated(both, args.mixture).to(x.dtype), down, down_bias, args.precision)
@@ -80,7 +75,7 @@ def _mlp(x: Any, args: ExpertsArgs, gate_up: Packed, down: Packed, bias: Any, do
 def _at(args: ExpertsArgs, x: Any, e: int) -> Any:
     """(M, H) float32: x through the expert at place e."""
     biases = (None if b is None else b[e] for b in (args.gate_up_bias, args.down_bias))
-    return _mlp(x, args, _expert(args.gate_up, e), _expert(args.down, e), *biases)
+    return _mlp(x, args, expert_of(args.gate_up, e), expert_of(args.down, e), *biases)
 
 
 def _gathered(args: ExpertsArgs, x: Any, e: Any) -> Any:
@@ -207,3 +202,19 @@ LOOP: Final = Kernel(
     launch=_launch,
     cost=experts_cost,
 )
+
+
+def chosen(call: ExpertsCall) -> tuple[Kernel[ExpertsArgs, ExpertsCall], str]:
+    """The kernel that runs a call, and the precision that it computes in: where FP8 is allowed, a GPU may be exact.
+
+    Raises:
+        NoKernelError: nothing accepts this call.
+    """
+    from halfbyte.kernels import forced, ordered, select
+
+    if call.precision == "fp8" and call.device == "cuda" and not forced(call.op):
+        for kernel in ordered(ExpertsArgs, call):
+            if kernel is not LOOP and not kernel.refuse(call):
+                return kernel, "fp8"
+        call = replace(call, precision="exact")
+    return select(ExpertsArgs, call), call.precision
