@@ -120,7 +120,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *(*RUN, *STACKS, "recipes", "dialects", "checkpoint", "writing", "cuts", "operands", "ops", "torch_ops", "nn"),
         "parallel",
     ),
-    "products": (*BASE, "modules", "experts"),
+    "products": (*BASE, "modules", "experts", "cuts"),
     "session": (*RUN, *STACKS, "dialects", "checkpoint", "plans", "timing", "decoder", "hf"),
     "model_bench": ("errors", "findings", "decoder", "session", "timing"),
     "parallel": (*RUN, "nn"),
