@@ -699,10 +699,10 @@ def one_second(
                     words = words + (_words(column + i * KW * 32, None, own & (h_k + i * KW * 64 < K), 8),)
             if j >= D:
                 there = (xm == (j - D) // STEPS * S + xw // KW) & (xk < 16)
-                if ALL:
+                if ALL:  # noqa: SIM114
                     x = _operand(_only(words[(j - D) % STEPS], there), W, 8, B, HALF)
                     acc = mma_v2(_weights(codes[j - D], scales[j - D], W, R, A, HALF, DECODE, SCALE), x, acc)
-                elif theres[(j - D) // STEPS * S]:  # noqa: SIM114
+                elif theres[(j - D) // STEPS * S]:
                     x = _operand(_only(words[(j - D) % STEPS], there), W, 8, B, HALF)
                     acc = mma_v2(_weights(codes[j - D], scales[j - D], W, R, A, HALF, DECODE, SCALE), x, acc)
         total = gl.convert_layout(gl.sum(acc, axis=0), ROWS)
