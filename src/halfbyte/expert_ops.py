@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError
-from halfbyte.kernels import ExpertsArgs, ExpertsCall, Kernel, forced, ordered, select
+from halfbyte.kernels import ExpertsArgs, Kernel
 from halfbyte.kernels.cuda import refused
 from halfbyte.kernels.experts import Mixture, check_ids
-from halfbyte.kernels.experts_torch import LOOP
+from halfbyte.kernels.experts_torch import LOOP, chosen
 from halfbyte.layouts import Packed
 from halfbyte.operands import check_beside, check_float, contiguous, wants_gradient, without_gradient
 from halfbyte.remembered import forced_name, keep, watched_weakly
@@ -99,20 +99,6 @@ def compute(
         )
         return made
     return _first(hidden, indices, weights, stacks, mixture, precision, to, key)
-
-
-def chosen(call: ExpertsCall) -> tuple[Kernel[ExpertsArgs, ExpertsCall], str]:
-    """The kernel that runs a call, and the precision that it computes in: where FP8 is allowed, a GPU may be exact.
-
-    Raises:
-        NoKernelError: nothing accepts this call.
-    """
-    if call.precision == "fp8" and call.device == "cuda" and not forced(call.op):
-        for kernel in ordered(ExpertsArgs, call):
-            if kernel is not LOOP and not kernel.refuse(call):
-                return kernel, "fp8"
-        call = replace(call, precision="exact")
-    return select(ExpertsArgs, call), call.precision
 
 
 def _first(

@@ -17,6 +17,7 @@ from halfbyte.kernels import (
     int8,
     pick,
     reference,
+    routing,
     step_torch,
 )
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
@@ -39,6 +40,7 @@ from halfbyte.kernels.cuda import (
 )
 from halfbyte.kernels.cuda import embedding as cuda_embedding
 from halfbyte.kernels.cuda import pick as cuda_pick
+from halfbyte.kernels.cuda import routing as cuda_routing
 from halfbyte.kernels.cuda import step as cuda_step
 from halfbyte.kernels.dense import DenseArgs
 from halfbyte.kernels.descriptors import TensorDesc
@@ -51,6 +53,7 @@ from halfbyte.kernels.gated import GatedArgs
 from halfbyte.kernels.grouped import GroupedArgs, GroupedCall
 from halfbyte.kernels.int8 import Int8Args, Int8Call
 from halfbyte.kernels.pick import PickArgs
+from halfbyte.kernels.routing import RouteArgs
 from halfbyte.kernels.step import AddNormArgs, AttendArgs, GateArgs
 
 KERNELS: tuple[Kernel[Any, Any], ...] = (
@@ -81,6 +84,8 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     dense.TORCH,
     cuda_pick.TRITON,
     pick.TORCH,
+    cuda_routing.TRITON,
+    routing.TORCH,
     cpu_step.ADD_NORM,
     cpu_step.ATTEND,
     cpu_step.GATE,
@@ -134,6 +139,7 @@ __all__ = [
     "LlmFmha",
     "LlmFmhaPaged",
     "PickArgs",
+    "RouteArgs",
     "TensorDesc",
     "VitFmha",
     "forced",

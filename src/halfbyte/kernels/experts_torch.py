@@ -9,6 +9,7 @@ and bit for bit only where the same kernels run.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 from halfbyte.errors import NoKernelError
@@ -201,3 +202,19 @@ LOOP: Final = Kernel(
     launch=_launch,
     cost=experts_cost,
 )
+
+
+def chosen(call: ExpertsCall) -> tuple[Kernel[ExpertsArgs, ExpertsCall], str]:
+    """The kernel that runs a call, and the precision that it computes in: where FP8 is allowed, a GPU may be exact.
+
+    Raises:
+        NoKernelError: nothing accepts this call.
+    """
+    from halfbyte.kernels import forced, ordered, select
+
+    if call.precision == "fp8" and call.device == "cuda" and not forced(call.op):
+        for kernel in ordered(ExpertsArgs, call):
+            if kernel is not LOOP and not kernel.refuse(call):
+                return kernel, "fp8"
+        call = replace(call, precision="exact")
+    return select(ExpertsArgs, call), call.precision

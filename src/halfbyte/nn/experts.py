@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import HalfbyteError, UsageError, WeightError
-from halfbyte.expert_ops import Mixture, Stacks, chosen, compute
+from halfbyte.expert_ops import Mixture, Stacks, compute
+from halfbyte.forms import ExpertsForm, Form
 from halfbyte.kernels import ExpertsCall
 from halfbyte.kernels.base import capability
 from halfbyte.kernels.experts import ORDERS, PRECISIONS, check_stacks
+from halfbyte.kernels.experts_torch import chosen
 from halfbyte.layouts import Layout, Packed, Rows
 from halfbyte.nn.base import Holder, Quantized, as_bias, as_dtype, dtype_for, without_data
 from halfbyte.numerics import is_torch
@@ -214,6 +216,20 @@ class Experts(Quantized):
             yield f"{e}.up_proj", both
             down: Any = self.down.packed.expert(place).unpack()
             yield f"{e}.down_proj", down
+
+    def form(self, top: int) -> ExpertsForm:
+        """What decides which kernel runs where a token has ``top`` experts, for ``halfbyte.plan``."""
+        gate_up, down = (
+            Form(
+                shape=stack.shape,
+                layout=stack.layout,
+                per_row=stack.held()["scale2"].shape[-2] != 1,
+                pre_scale="pre_scale" in stack.held(),
+                bias=stack.bias is not None,
+            )
+            for stack in (self.gate_up, self.down)
+        )
+        return ExpertsForm(gate_up=gate_up, down=down, mixture=self.mixture, top=top)
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows of them; the kernel is that for one token."""
