@@ -89,13 +89,14 @@ def attended(case: Any, dtype: str, device: str) -> AttendArgs:
     )  # fmt: skip
 
 
+_One = attend_gluon.Attend
 GLUON = [
-    (8, 2, 64, (0, 17, 63), 64, None, False, (attend_gluon.Attend(1), attend_gluon.Attend(4, 1))),
-    (4, 1, 128, (299, 31), 300, None, True, (attend_gluon.Attend(1, 2), attend_gluon.Attend(3, 4))),
-    (6, 2, 64, (40, 264), 270, 20, False, (attend_gluon.Attend(2),)),
-    (8, 1, 128, (33,), 48, 1, True, (attend_gluon.Attend(2, 2, 128), attend_gluon.Attend(1))),
-    (5, 5, 128, (50, 200), 256, 33, False, (attend_gluon.Attend(4, 8), attend_gluon.Attend(2, 1))),
-    (4, 2, 128, (-1, 64, 5), 64, None, False, (attend_gluon.Attend(2), attend_gluon.Attend(1))),
+    (8, 2, 64, (0, 17, 63), 64, None, False, (_One(1, fold=2), _One(4, 1, fold=2), _One(4, 1), _One(2, 1, fold=1))),
+    (4, 1, 128, (299, 31), 300, None, True, (_One(1, 2, True, 2, 2), _One(3, 4, fold=2), _One(2, 2, False, 1, 1))),
+    (6, 2, 64, (40, 264), 270, 20, False, (_One(2, fold=2), _One(2, 1, True, 4, fold=2), _One(1, 4, True, 3, 2))),
+    (8, 1, 128, (33,), 48, 1, True, (_One(2, 2, True, 1, 2), _One(1, fold=2), _One(2))),
+    (5, 5, 128, (50, 200), 256, 33, False, (_One(4, 8, fold=2), _One(2, 1, True, 2, 2), _One(2, 1, fold=1))),
+    (4, 2, 128, (-1, 64, 5), 64, None, False, (_One(2, fold=2), _One(1, fold=2), _One(2, fold=0), _One(3, 1, fold=1))),
 ]
 
 
@@ -165,7 +166,7 @@ def jobs(capability: int, dtypes: tuple[str, ...] = DTYPES) -> Iterator[tuple[st
             signature, constants, warps = attend_gluon.parts(call, one, False)
             options = options_of(warps=warps, maxnreg=one.registers)
             yield "halfbyte.kernels.cuda.attend_gluon_code", "attend", (signature, constants, options)
-            if (shares := one.splits * one.warps) > 1:
+            if (shares := one.splits * (1 if one.fold else one.warps)) > 1:
                 signature, constants, warps = step.add_up_parts(call, shares, capability)
                 yield "halfbyte.kernels.cuda.step_code", "add_up", (signature, constants, options_of(warps=warps))
 
