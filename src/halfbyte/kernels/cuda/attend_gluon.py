@@ -1,7 +1,7 @@
 """``attend`` on Hopper for D a multiple of 64 and up to 8 query heads of a key head: products by the matrix units.
 
-A program of W warps takes blocks of 16 W entries, 16 each warp, in registers; its warps know nothing of each other, and
-each share of W splits is added up. In all else it is as that of ``halfbyte.kernels.cuda.step``. Weights of values are
+A program of W warps takes blocks of 16 W entries, 16 each warp, in registers; its warps know nothing of each other until
+all are done, and what they found is added up in shared memory. In all else it is as that of ``halfbyte.kernels.cuda.step``. Weights of values are
 rounded to the dtype before they multiply, and their sum is of those that are not; so with p the position
 
     |error| <= (2 s + (p + 128) 2^-23 + h) * sum(weight * |v|) + h * |out|
@@ -17,8 +17,7 @@ from typing import Any, Final
 
 from halfbyte.kernels.base import Kernel
 from halfbyte.kernels.cuda.launch import why_not
-from halfbyte.kernels.cuda.shared import counters, in_turn
-from halfbyte.kernels.cuda.step import LOG2E, TYPES, _memory, _pointers, add_up_parts, compiled
+from halfbyte.kernels.cuda.step import TYPES, add_up_parts, compiled, in_shares
 from halfbyte.kernels.step import AttendArgs, AttendCall, attend_cost
 
 DTYPES: Final = ("bfloat16", "float16")
@@ -28,9 +27,6 @@ ENTRIES: Final = 16
 """Of a warp at once."""
 AT_ONCE: Final = {4: 396, 8: 132}
 """Programs of so many warps that the registers of an H200 hold."""
-FEW_PAIRS: Final = 32
-"""Key heads of all sequences for which programs have 8 warps."""
-FEW_SPLITS: Final = 4
 
 
 @dataclass(frozen=True)
@@ -40,36 +36,30 @@ class Attend:
     Args:
         splits: programs for each key head of a sequence.
         warps: of a program.
-        ahead: whether a warp's next entries are on their way while it computes.
-        asked: blocks that are asked for into L2 before they are read.
-        fold: 0: shares of warps are added up; 1: those of programs; 2: by the last program.
         registers: of a thread, at most; None leaves it to the compiler.
     """
 
     splits: int
     warps: int = 4
-    ahead: bool = False
-    asked: int = 0
-    fold: int = 0
     registers: int | None = None
 
 
 def configure(call: AttendCall) -> Attend:
-    """As many splits as are on a GPU at once, with a block each and, beyond ``FEW_SPLITS``, four."""
+    """The fewest splits whose largest has as few blocks as where all run at once; of 8 warps, where one for each fits."""
     pairs = call.rows * call.kv_heads
-    warps = 8 if pairs <= FEW_PAIRS else 4
+    warps = 8 if pairs <= AT_ONCE[8] else 4
     blocks = -(-call.room // (ENTRIES * warps))
-    splits = min(AT_ONCE[warps] // pairs, blocks, max(FEW_SPLITS, blocks // 4))
-    return Attend(splits=1 << max(1, splits).bit_length() - 1, warps=warps)
+    most = max(1, AT_ONCE[warps] // pairs)
+    return Attend(splits=-(-blocks // -(-blocks // most)), warps=warps)
 
 
-def parts(call: AttendCall, made: Attend, settled: bool, passengers: int = 0, late: bool = False) -> tuple[Any, Any, int]:
+def parts(call: AttendCall, made: Attend, settled: bool) -> tuple[Any, Any, int]:
     """Signature, constants and warps."""
     of = f"{TYPES[call.dtype]}:16"
     signature = {
         "qkv": of, "cos": "*fp32:16", "sin": "*fp32:16", "positions": "*i64", "keys": of, "values": of,
-        "q_norm": of, "k_norm": of, "out": of, "sums": "*fp32:16", "tops": "*fp32:16", "counts": "*i32", "pieces": "*i64",
-        "T": "i32", "eps": "fp32", "scale": "fp32", "B": "i32", "COUNT": "i32",
+        "q_norm": of, "k_norm": of, "out": of, "sums": "*fp32:16", "tops": "*fp32:16",
+        "T": "i32", "eps": "fp32", "scale": "fp32",
     }  # fmt: skip
     constants = {
         "D": call.dim,
@@ -79,11 +69,6 @@ def parts(call: AttendCall, made: Attend, settled: bool, passengers: int = 0, la
         "WINDOW": 0 if call.window is None else min(call.window, call.room),
         "Q_NORM": call.q_norm,
         "K_NORM": call.k_norm,
-        "AHEAD": made.ahead,
-        "ASKED": made.asked,
-        "FOLD": made.fold,
-        "PASS": passengers > 0,
-        "LATE": late,
         "EARLY": True,
         "SETTLED": settled,
     }
@@ -102,48 +87,17 @@ def refuse(call: AttendCall) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def bind(
-    args: AttendArgs, made: Attend | None = None, early: bool = True, pieces: Any = None, programs: int = 0,
-    late: bool = False,
-) -> Callable[..., None]:  # fmt: skip
+def bind(args: AttendArgs, made: Attend | None = None, early: bool = True) -> Callable[..., None]:
     """What writes the cache and ``out``."""
     from halfbyte.kernels.cuda.attend_gluon_code import attend
-    from halfbyte.kernels.cuda.step_code import add_up
 
     call = args.call()
     made = configure(call) if made is None else made
     device = args.out.device
-    of = parts(call, made, args.settled, programs, late)
+    of = parts(call, made, args.settled)
     run = compiled(attend, *of, device=device, early=early, registers=made.registers)
-    pairs = call.kv_heads * call.rows
-    grid = made.splits * pairs + programs, 1, 1
-    shares = made.splits * (1 if made.fold else made.warps)
-    then = None
-    if shares > 1 and made.fold < 2:
-        then = compiled(add_up, *add_up_parts(call, shares, call.capability), device=device, early=early)
-    heads = pairs * 8 if made.fold == 2 else call.rows * call.heads
-    found, rows = shares * heads, (call.rows * call.heads, 1, 1)
-    first, nbytes = found * call.dim, 4 * found * (call.dim + 2)
-    plain, room, b = bool(run.plainly), call.room, call.rows
-    at, count = (None, 0) if pieces is None else (pieces, len(pieces))
-
-    def bound(
-        qkv: Any, cos: Any, sin: Any, positions: Any, keys: Any, values: Any, q_norm: Any, k_norm: Any, eps: float,
-        scale: float, out: Any,
-    ) -> None:  # fmt: skip
-        sums = tops = counts = out
-        if shares > 1:
-            sums = _memory(device, nbytes)
-            tops = sums[first:]
-        if made.fold == 2 and shares > 1:
-            counts = counters(device, 4 * pairs)
-        arrays = _pointers(plain, qkv, cos, sin, positions, keys, values, q_norm, k_norm, out, sums, tops, counts, at)
-        with in_turn:
-            run(grid, (*arrays, room, eps, scale * LOG2E, b, count))
-            if then is not None:
-                then(rows, _pointers(plain, sums, tops, out))
-
-    return bound
+    grid = made.splits, call.kv_heads, call.rows
+    return in_shares(call, run, grid, made.splits, device, early)
 
 
 def load(call: AttendCall) -> None:
@@ -151,9 +105,13 @@ def load(call: AttendCall) -> None:
     import torch
 
     from halfbyte.kernels.cuda.attend_gluon_code import attend
+    from halfbyte.kernels.cuda.step_code import add_up
 
     made = configure(call)
-    compiled(attend, *parts(call, made, False), device=torch.device(call.device), early=True, registers=made.registers)
+    device = torch.device(call.device)
+    compiled(attend, *parts(call, made, False), device=device, early=True, registers=made.registers)
+    if made.splits > 1:
+        compiled(add_up, *add_up_parts(call, made.splits, call.capability), device=device, early=True)
 
 
 GLUON: Final = Kernel(

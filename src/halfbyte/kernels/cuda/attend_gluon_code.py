@@ -12,9 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-together = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
 @gluon.constexpr_function
 def _bits(first, last):
     return [first << i for i in range(((last // first) - 1).bit_length())]
@@ -103,7 +100,8 @@ def _rotated(
         x = normed if Q_NORM and K_NORM else gl.where((row < G) == Q_NORM, normed, x)
     low, high = gl.split(x.reshape(x.shape[0], x.shape[1], 2, D // 2).permute(0, 1, 3, 2))
     turned = gl.join(-high, low).permute(0, 1, 3, 2).reshape(x.shape[0], x.shape[1], D)
-    return (x * c + gl.convert_layout(turned, x.type.layout, assert_trivial=True) * s).to(TO)
+    turned = gl.convert_layout(turned, x.type.layout, assert_trivial=True)
+    return gl.fma(x, c, turned * s).to(TO)
 
 
 @gluon.jit
@@ -127,79 +125,23 @@ def _by_place(x, W: gl.constexpr, R: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def ask(at, nbytes):
-    """Ask for so many bytes from each address on to come to L2, multiples of 16 as the addresses are."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred some; setp.gt.s32 some, $2, 0; @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [at.to(gl.int64, bitcast=True), nbytes],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def ask_pieces(pieces, count, i, programs):
-    """Program i of so many asks for its share of pieces, pairs of an address and a number of bytes."""
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    j = gl.arange(0, 32 * gl.num_warps(), layout=lane) * programs + i
-    at = gl.load(pieces + 2 * j, mask=j < count, other=0)
-    nbytes = gl.load(pieces + 2 * j + 1, mask=j < count, other=0)
-    ask(at, nbytes.to(gl.int32))
-
-
-@gluon.jit
-def ask_entries(keys, values, block, count: gl.constexpr, stop, S: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
-    """Ask for so many blocks of keys and values from ``block`` on, S apart."""
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    j = gl.arange(0, 32 * gl.num_warps(), layout=lane)
-    e = (block + j * S) * N
-    nbytes = gl.where(j < count, gl.minimum(stop - e, N) * (2 * D), 0)
-    ask(keys + e * D, nbytes)
-    ask(values + e * D, nbytes)
-
-
-@gluon.jit
 def _of_warps(acc, top, weight, W: gl.constexpr, D: gl.constexpr):
-    """(W, 8, D) and (W, 8): what warps found, added up in their order, (8, D) and (8,)."""
-    LAST: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 128 // D, D // 4], [1, W, 1], [2, 1, 0])
-    TOPS: gl.constexpr = gl.SliceLayout(2, LAST)
+    """(W, 8, D) and twice (W, 8): what warps found, added up in their order; (8, D), its maxima and sums of weights."""
+    EACH: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 128 // D, D // 4], [1, W, 1], [2, 1, 0])
+    FOUND: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [W, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, FOUND)
     sums = gl.allocate_shared_memory(gl.float32, [W, 8, D], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
     tops = gl.allocate_shared_memory(gl.float32, [W, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     weights = gl.allocate_shared_memory(gl.float32, [W, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     sums.store(acc)
     tops.store(top)
     weights.store(weight)
-    top = tops.load(TOPS)
+    top = tops.load(gl.SliceLayout(2, EACH))
     peak = gl.max(top, axis=0)
     factor = gl.exp2(top - gl.where(peak == float("-inf"), 0.0, peak).expand_dims(0))
-    total = gl.sum(weights.load(TOPS) * factor, axis=0)
-    found = gl.sum(sums.load(LAST) * factor.expand_dims(2), axis=0)
-    return found, peak, total
-
-
-@gluon.jit
-def _added_up(sums, tops, h, hd, inside, S: gl.constexpr, D: gl.constexpr):
-    """(8, D): what S splits found."""
-    peaks = ()
-    totals = ()
-    parts = ()
-    for j in gl.static_range(S):
-        peaks = peaks + (gl.load(tops + j * 16 + 2 * h, cache_modifier=".cg"),)
-        totals = totals + (gl.load(tops + j * 16 + 2 * h + 1, cache_modifier=".cg"),)
-        parts = parts + (gl.load(sums + j * (8 * D) + hd, mask=inside, other=0.0, cache_modifier=".cg"),)
-    most = peaks[0]
-    for j in gl.static_range(1, S):
-        most = gl.maximum(most, peaks[j])
-    factor = gl.exp2(peaks[0] - most)
-    total = totals[0] * factor
-    found = parts[0] * factor[:, None]
-    for j in gl.static_range(1, S):
-        factor = gl.exp2(peaks[j] - most)
-        total += totals[j] * factor
-        found += parts[j] * factor[:, None]
-    return found / total[:, None]
+    total = gl.sum(weights.load(gl.SliceLayout(2, EACH)) * factor, axis=0)
+    found = gl.sum(sums.load(EACH) * factor.expand_dims(2), axis=0)
+    return gl.convert_layout(found, FOUND), gl.convert_layout(peak, ROWS), gl.convert_layout(total, ROWS)
 
 
 @gluon.jit
@@ -215,13 +157,9 @@ def attend(
     out,
     sums,
     tops,
-    counts,
-    pieces,
     T,
     eps,
     scale,
-    B,
-    COUNT,
     D: gl.constexpr,
     G: gl.constexpr,
     HKV: gl.constexpr,
@@ -229,18 +167,13 @@ def attend(
     WINDOW: gl.constexpr,
     Q_NORM: gl.constexpr,
     K_NORM: gl.constexpr,
-    AHEAD: gl.constexpr,
-    ASKED: gl.constexpr,
-    FOLD: gl.constexpr,
-    PASS: gl.constexpr,
-    LATE: gl.constexpr,
     EARLY: gl.constexpr,
     SETTLED: gl.constexpr,
 ):
     """The share of one split in the attention of G query heads to one key head of a sequence.
 
     Arguments are those of ``step_code.attend``; G is at most 8, D a multiple of 64. Block j of 16 entries for each warp
-    is for split j mod S; sums and tops are those of warps, (B, HKV G, S W, ...).
+    is for split j mod S.
     """
     W: gl.constexpr = gl.num_warps()
     R: gl.constexpr = 8 if G < 8 else 16
@@ -248,26 +181,19 @@ def attend(
     N: gl.constexpr = 16 * W
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    B_: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     QUERIES: gl.constexpr = _queries_layout(W, R, D)
     KEYS: gl.constexpr = _keys_layout(W, D)
     VALUES: gl.constexpr = _values_layout(W, D)
     FINAL: gl.constexpr = _found_layout(W, D)
-    pid = gl.program_id(0)
+    split = gl.program_id(0)
+    head = gl.program_id(1)
+    b = gl.program_id(2).to(gl.int64)
+
     if EARLY:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
-    if PASS:
-        if pid >= B * (S * HKV):
-            if LATE:
-                gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-            ask_pieces(pieces, COUNT, pid - B * (S * HKV), gl.num_programs(0) - B * (S * HKV))
-            return
-    split = pid % S
-    head = pid // S % HKV
-    b = (pid // (S * HKV)).to(gl.int64)
-    if EARLY:
         if not SETTLED:
             gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     position = gl.load(positions + b)
@@ -290,8 +216,6 @@ def attend(
     ve = block * N + vw * 16 + vr
     ks = gl.load(key_pairs + (ke * (D // 2) + kd), mask=(ke < stop) & (ke >= start), other=0)
     vs = gl.load(value_pairs + (ve * (D // 2) + vd), mask=(ve < stop) & (ve >= start), other=0)
-    if ASKED:
-        ask_entries(keys, values, block + S, ASKED, stop, S, N, D)
     qw, qr, qd = _places(QUERIES, W, R, D)
     c = gl.load(cos + p.to(gl.int64) * D + qd)
     s = gl.load(sin + p.to(gl.int64) * D + qd)
@@ -305,14 +229,14 @@ def attend(
     v_at = row + (HKV * (G + 1) + head) * D
     owner = (p // N) % S == split
     mine = (qw == 0) & (one == G) & owner & valid & (qd >= 0)
-    v = gl.load(v_at + (one * 0 + qd), mask=mine, other=0.0)
     aw, ah, ad = _places(FINAL, W, 8, D)
-    there = (aw + ah * 0 == 0) & owner
-    new = gl.load(v_at + ad + ah * 0, mask=there & (ad >= 0), other=0.0).to(gl.float32)
+    place = ad + (aw + ah) * 0
+    there = (aw == 0) & owner & (place >= 0)
+    new = gl.load(v_at + place, mask=there, other=0.0)
     x = _rotated(row + x_at, q_norm, k_norm, c, s, qd, one, eps, G, D, Q_NORM, K_NORM)
     gl.store(keys + p * D + (one * 0 + qd), x, mask=mine)
-    gl.store(values + p * D + (one * 0 + qd), v, mask=mine)
-    own = gl.convert_layout(_by_place(x, W, R, D), B_, assert_trivial=True)
+    gl.store(values + p * D + place, new, mask=there & (ah == 0) & valid)
+    own = gl.convert_layout(_by_place(x, W, R, D), B, assert_trivial=True)
     if R == 8:
         x = gl.join(x, gl.zeros_like(x)).permute(0, 3, 1, 2).reshape(W, 16, D)
     queries = gl.convert_layout(_by_place(x, W, 16, D).permute(0, 2, 1), A, assert_trivial=True)
@@ -323,26 +247,18 @@ def attend(
 
     # the transpose of what is found, at first the new value
     HEADS: gl.constexpr = gl.SliceLayout(1, MMA)
-    acc = gl.where(there & (not valid), float("nan"), new)
+    acc = gl.where(there & (not valid), float("nan"), new.to(gl.float32))
     acc = acc.reshape(W, 8, D // 64, 2, 2, 2, 2, 2, 2).permute(0, 2, 6, 7, 8, 3, 4, 5, 1).reshape(W, D, 8)
     acc = gl.convert_layout(acc, MMA, assert_trivial=True)
 
-    score = _scores(queries, _key_operand(ks, W, D, TO, B_), W, 16, MMA)
+    score = _scores(queries, _key_operand(ks, W, D, TO, B), W, 16, MMA)
     L: gl.constexpr = score.type.layout
     FOUND: gl.constexpr = gl.SliceLayout(2, L)
     sw, sr, se = _places(L, W, 8, 16)
     top = gl.convert_layout(top, FOUND)
     weight = gl.where(top == float("-inf"), 0.0, 1.0)
-    left = stop - block * N  # a warp beyond has nothing to tell
     while block * N < stop:
-        if ASKED:
-            ask_entries(keys, values, block + (ASKED + 1) * S, 1, stop, S, N, D)
-        if AHEAD:
-            ke = (block + S) * N + kw * 16 + kr
-            ve = (block + S) * N + vw * 16 + vr
-            ks_next = gl.load(key_pairs + (ke * (D // 2) + kd), mask=ke < stop, other=0)
-            vs_next = gl.load(value_pairs + (ve * (D // 2) + vd), mask=ve < stop, other=0)
-        score = _scores(queries, _key_operand(ks, W, D, TO, B_), W, 16, MMA)
+        score = _scores(queries, _key_operand(ks, W, D, TO, B), W, 16, MMA)
         e = block * N + sw * 16 + se
         score = gl.where((e < stop) & (e >= start) & (sr >= 0), score * scale, float("-inf"))
         higher = gl.maximum(top, gl.max(score, axis=2))
@@ -351,68 +267,29 @@ def attend(
         factor = gl.exp2(top - level)
         top = higher
         weight = weight * factor + gl.sum(each, axis=2)
-        each = gl.convert_layout(each.to(TO).permute(0, 2, 1), B_, assert_trivial=True)
+        each = gl.convert_layout(each.to(TO).permute(0, 2, 1), B, assert_trivial=True)
         acc = acc * gl.convert_layout(factor, HEADS).expand_dims(1)
         vt = _pairs(vs, TO).reshape(W, 16, D // 64, 2, 2, 2, 2, 2, 2)  # w e | 64 32 16 8 4 2 1
         vt = vt.permute(0, 2, 6, 7, 8, 3, 4, 5, 1).reshape(W, D, 16)
         acc = mma_v2(gl.convert_layout(vt, A, assert_trivial=True), each, acc)
         block += S
-        if AHEAD:
-            ks = ks_next
-            vs = vs_next
-        else:
-            ke = block * N + kw * 16 + kr
-            ve = block * N + vw * 16 + vr
-            ks = gl.load(key_pairs + (ke * (D // 2) + kd), mask=ke < stop, other=0)
-            vs = gl.load(value_pairs + (ve * (D // 2) + vd), mask=ve < stop, other=0)
+        ke = block * N + kw * 16 + kr
+        ve = block * N + vw * 16 + vr
+        ks = gl.load(key_pairs + (ke * (D // 2) + kd), mask=ke < stop, other=0)
+        vs = gl.load(value_pairs + (ve * (D // 2) + vd), mask=ve < stop, other=0)
 
     acc = acc.reshape(W, D // 64, 2, 2, 2, 2, 2, 2, 8).permute(0, 8, 1, 5, 6, 7, 2, 3, 4).reshape(W, 8, D)
     acc = gl.convert_layout(acc, FINAL, assert_trivial=True)
-    if FOLD:
-        SPREAD: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [W, 1], [1, 0])
-        ROWS: gl.constexpr = gl.SliceLayout(1, SPREAD)
-        if W > 1:
-            found, peak, total = _of_warps(acc, top, weight, W, D)
-        else:
-            found = acc.reshape(8, D)
-            peak = top.reshape(8)
-            total = weight.reshape(8)
-        found = gl.convert_layout(found, SPREAD)
-        peak = gl.convert_layout(peak, ROWS)
-        total = gl.convert_layout(total, ROWS)
-        h = gl.arange(0, 8, layout=ROWS)
-        d = gl.arange(0, D, layout=gl.SliceLayout(0, SPREAD))
-        hd = h[:, None] * D + d[None, :]
-        inside = (h < G)[:, None] & (d >= 0)[None, :]
-        pair = b * HKV + head
-        if S > 1:
-            if FOLD == 1:
-                at = sums + pair * (S * G * D) + (h[:, None] * S + split) * D + d[None, :]
-                gl.store(at, found, mask=inside)
-                tops_at = tops + pair * (S * G * 2) + (h * S + split) * 2
-                gl.store(tops_at, peak, mask=h < G)
-                gl.store(tops_at + 1, total, mask=h < G)
-            else:
-                sums += pair * (S * 8 * D)
-                tops += pair * (S * 16)
-                gl.store(sums + split * (8 * D) + hd, found, mask=inside)
-                gl.store(tops + split * 16 + 2 * h, peak)
-                gl.store(tops + split * 16 + 2 * h + 1, total)
-                together()
-                before = gl.atomic_add(counts + pair, 1, sem="acq_rel")
-                if before == S - 1:
-                    together()
-                    y = _added_up(sums, tops, h, hd, inside, S, D)
-                    gl.store(out + pair * (G * D) + hd, y.to(TO), mask=inside)
-                    gl.store(counts + pair, 0)
-        else:
-            y = found / total[:, None]
-            gl.store(out + pair * (G * D) + hd, y.to(TO), mask=inside)
+    found, peak, total = _of_warps(acc, top, weight, W, D)
+    h = gl.arange(0, 8, layout=gl.SliceLayout(1, found.type.layout))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, found.type.layout))
+    to = (b * HKV + head) * G
+    inside = (h < G)[:, None] & (d >= 0)[None, :]
+    if S == 1:
+        y = found / total[:, None]
+        gl.store(out + to * D + (h[:, None] * D + d[None, :]), y.to(TO), mask=inside)
     else:
-        to = (b * (HKV * G) + head * G) * (S * W) + split * W
-        any_there = (aw * 16 < left) | ((aw == 0) & owner)
-        gl.store(sums + to * D + ((ah * (S * W) + aw) * D + ad), acc, mask=any_there & (ah < G) & (ad >= 0))
-        tw = gl.arange(0, W, layout=gl.SliceLayout(1, FOUND))[:, None]
-        th = gl.arange(0, 8, layout=gl.SliceLayout(0, FOUND))[None, :]
-        gl.store(tops + 2 * to + 2 * (th * (S * W) + tw), top, mask=(th < G) & (tw < W))
-        gl.store(tops + 2 * to + 2 * (th * (S * W) + tw) + 1, weight, mask=(th < G) & (tw < W))
+        to = to * S + split
+        gl.store(sums + to * D + (h[:, None] * (S * D) + d[None, :]), found, mask=inside)
+        gl.store(tops + 2 * to + 2 * S * h, peak, mask=h < G)
+        gl.store(tops + 2 * to + 2 * S * h + 1, total, mask=h < G)
