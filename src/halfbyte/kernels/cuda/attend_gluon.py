@@ -1,8 +1,9 @@
 """``attend`` on Hopper for D a multiple of 64 and up to 8 query heads of a key head: products by the matrix units.
 
-A program of W warps takes blocks of 16 W entries, 16 each warp, in registers; its warps know nothing of each other until
-all are done, and what they found is added up in shared memory. In all else it is as that of ``halfbyte.kernels.cuda.step``. Weights of values are
-rounded to the dtype before they multiply, and their sum is of those that are not; so with p the position
+A program of W warps takes blocks of 16 W entries, 16 each warp, in registers; its warps know nothing of each other
+until all are done, and what they found is added up in shared memory. In all else it is as that of
+``halfbyte.kernels.cuda.step``. Weights of values are rounded to the dtype before they multiply, and their sum is of
+those that are not; so with p the position
 
     |error| <= (2 s + (p + 128) 2^-23 + h) * sum(weight * |v|) + h * |out|
 
@@ -25,7 +26,7 @@ MOST_GROUP: Final = 8
 DIMS: Final = (64, 128)
 ENTRIES: Final = 16
 """Of a warp at once."""
-AT_ONCE: Final = {4: 396, 8: 132}
+AT_ONCE: Final = {4: 264, 8: 132}
 """Programs of so many warps that the registers of an H200 hold."""
 
 
@@ -45,7 +46,7 @@ class Attend:
 
 
 def configure(call: AttendCall) -> Attend:
-    """The fewest splits whose largest has as few blocks as where all run at once; of 8 warps, where one for each fits."""
+    """As many splits as run at once, or fewer whose largest is no larger; of 8 warps, where each key head has one."""
     pairs = call.rows * call.kv_heads
     warps = 8 if pairs <= AT_ONCE[8] else 4
     blocks = -(-call.room // (ENTRIES * warps))

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+
 @gluon.constexpr_function
 def _bits(first, last):
     return [first << i for i in range(((last // first) - 1).bit_length())]
