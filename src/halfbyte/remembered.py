@@ -58,7 +58,7 @@ def remember(x: Array, packed: Packed, bias: Array | None, out_dtype: Any, to: s
     keep(packed.memo, key_of(x, bias, out_dtype, precision), made)
 
 
-def keep(memo: dict[Any, Any], key: tuple[Any, ...], made: Call) -> None:
+def keep(memo: dict[Any, Any], key: tuple[Any, ...], made: Any) -> None:
     """Keep what a call comes down to with its weight; of many calls all are forgotten first, but nothing else is."""
     if len(memo) > _FEW_CALLS:
         for known in list(memo):  # at once: other threads use it, too
@@ -87,7 +87,7 @@ def lookups(run: Callable[..., None], packed: Packed, dtype: Any) -> Callable[[A
     import torch
 
     k, device = packed.shape[-1], packed.buffers()["codes"].device
-    unchanged, make = _watched(list(packed.buffers().values())), torch.empty
+    unchanged, make = watched(list(packed.buffers().values())), torch.empty
 
     def call(ids: Array) -> Array | None:
         if not unchanged():
@@ -102,7 +102,7 @@ def lookups(run: Callable[..., None], packed: Packed, dtype: Any) -> Callable[[A
     return call
 
 
-def _watched(buffers: list[Any]) -> Callable[[], bool]:
+def watched(buffers: list[Any]) -> Callable[[], bool]:
     """A question: whether torch wrote to no buffer of a weight since, and on a GPU none has moved."""
     counted = [(b, b._version) for b in buffers if not b.is_inference()]
     moving = [(b, b.data_ptr()) for b in buffers if b.is_cuda]
@@ -134,7 +134,7 @@ def on_tensors(run: Callable[..., None], buffers: list[Any], shape: tuple[int, .
         pattern = torch.empty(1, dtype=like.dtype, device=like.device).expand(shape)  # holds one value
     make, allowed = torch.empty_like, torch.is_grad_enabled
     aligned = ALIGNED if like.is_cuda else 1
-    unchanged = _watched(buffers)
+    unchanged = watched(buffers)
 
     def call(x: Array, bias: Array | None) -> Array | None:
         if not unchanged():

@@ -4,6 +4,8 @@
 
     tokens -> embed -> per layer [norm, qkv, attend, o, add and norm, gate_up, gate, down] -> norm -> head -> logits
 
+Where a GPU has kernels for it, a norm and the gate are part of the product beside them.
+
 On a GPU nothing here waits for the device, and all tensors that last are those of ``State``: a CUDA graph may hold it.
 """
 
@@ -14,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfbyte.decoder.families import Decoder
+from halfbyte.decoder.families import Decoder, Norm
 from halfbyte.decoder.product import Product
-from halfbyte.step_ops import add_norm, attend, gate, gated
+from halfbyte.step_ops import add_norm, attend, gate, gated, normed
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +73,9 @@ def logits_of(decoder: Decoder, state: State) -> Tensor:
     x = decoder.embed(state.tokens)
     residual: Tensor | None = None
     for i, layer in enumerate(decoder.layers):
-        normed, residual = add_norm(x, residual, layer.before.weight, layer.before.eps)
+        qkv, residual = _normed(layer.qkv, x, residual, layer.before)
         mixed = attend(
-            layer.qkv(normed),
+            qkv,
             state.cos,
             state.sin,
             state.positions,
@@ -86,10 +88,23 @@ def logits_of(decoder: Decoder, state: State) -> Tensor:
             window=layer.window,
             settled=True,  # the choice of tokens, and embed, come behind what wrote them
         )
-        normed, residual = add_norm(layer.o(mixed), residual, layer.after.weight, layer.after.eps)
-        x = layer.down(_gated(layer.gate_up, normed, decoder.activation))
-    normed, _ = add_norm(x, residual, decoder.norm.weight, decoder.norm.eps)
-    return decoder.head(normed)
+        up, residual = _normed(layer.gate_up, layer.o(mixed), residual, layer.after, decoder.activation)
+        x = layer.down(up)
+    x, _ = add_norm(x, residual, decoder.norm.weight, decoder.norm.eps)
+    return decoder.head(x)
+
+
+def _normed(
+    product: Product | None, x: Tensor, residual: Tensor | None, norm: Norm, activation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """What a product makes of the normalized sum, with the gate behind it if there is one; and the sum."""
+    if residual is not None and product is not None and product.packed is not None and x.is_cuda:
+        return normed(x, residual, norm.weight, norm.eps, product.packed, activation, product.bias)
+    x, total = add_norm(x, residual, norm.weight, norm.eps)
+    if activation is not None:
+        return _gated(product, x, activation), total
+    assert product is not None
+    return product(x), total
 
 
 def _gated(gate_up: Product | None, x: Tensor, activation: str) -> Tensor:

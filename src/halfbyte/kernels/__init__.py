@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, dense, embedding, fp8, gated, int8, pick, reference, step_torch
+from halfbyte.kernels import attention, dense, embedding, fp8, gated, int8, normed, pick, reference, step_torch
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.cpu import dense as cpu_dense
@@ -35,6 +35,7 @@ from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
 from halfbyte.kernels.gated import GatedArgs
 from halfbyte.kernels.int8 import Int8Args, Int8Call
+from halfbyte.kernels.normed import NormedArgs
 from halfbyte.kernels.pick import PickArgs
 from halfbyte.kernels.step import AddNormArgs, AttendArgs, GateArgs
 
@@ -55,6 +56,8 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     embedding.NUMPY,
     decode_gluon.GATED,
     gated.COMPOSED,
+    decode_gluon.NORMED,
+    normed.COMPOSED,
     cuda_step.ADD_NORM,
     attend_gluon.GLUON,
     cuda_step.ATTEND,
@@ -111,6 +114,7 @@ __all__ = [
     "LinearArgs",
     "LlmFmha",
     "LlmFmhaPaged",
+    "NormedArgs",
     "PickArgs",
     "TensorDesc",
     "VitFmha",

@@ -45,6 +45,8 @@ from halfbyte.kernels.cuda.fragments import decode_code, scale_code
 from halfbyte.kernels.cuda.launch import Program, program, why_not
 from halfbyte.kernels.cuda.shared import Written
 from halfbyte.kernels.gated import GatedArgs, GatedCall, gated_cost
+from halfbyte.kernels.normed import NormedArgs, NormedCall, normed_cost
+from halfbyte.kernels.step import AddNormArgs
 from halfbyte.layouts import Fragments
 from halfbyte.layouts.fragments import FACTOR, STEPS
 from halfbyte.numerics import BLOCK, Array
@@ -55,6 +57,11 @@ UNIT: Final = 64
 """k of a unit."""
 TILE: Final = 16
 """Features of a unit."""
+
+MOST_NORMED: Final = 1
+"""Tokens that a program normalizes, at most."""
+MOST_WIDTH: Final = 8192
+"""Values of each."""
 
 _PROGRAMS: Final = 64
 """Fewer are too few for a GPU that this runs on."""
@@ -117,20 +124,25 @@ CONFIGURATIONS: Final = (
 
 def signature(dtype: str, out_dtype: str, bias_dtype: str) -> dict[str, str]:
     """The types of the device code's arguments."""
+    x = f"*{_TYPES[dtype]}:16"
     return {
         "codes_ptr": "*i32:16",
         "scales_ptr": "*i16:16",
         "scale2_ptr": "*fp32",
-        "x_ptr": f"*{_TYPES[dtype]}:16",
+        "x_ptr": x,
         "bias_ptr": f"*{_TYPES[bias_dtype]}",
         "out_ptr": f"*{_TYPES[out_dtype]}",
+        "residual_ptr": x,
+        "norm_ptr": x,
+        "total_ptr": x,
         "M": "i32",
         "N": "i32",
+        "eps": "fp32",
     }
 
 
 def constants(
-    shape: tuple[int, int], rows: int, dtype: str, *, per_row: bool, bias: bool, made: Decode, gate: str | None = None
+    shape: tuple[int, int], rows: int, dtype: str, *, per_row: bool, bias: bool, made: Decode, gate: str | None = None, norm: bool = False,
 ) -> dict[str, Any]:
     """The constants of the device code for a weight (N, K) and so many tokens."""
     n, k = shape
@@ -146,8 +158,10 @@ def constants(
         "L": loops,
         "P": max(0, min(made.prefetch, units) - ahead * made.warps),
         "NB": 8 if rows <= 8 else 16,
+        "S": 1 if rows > 4 or loops else 8 >> (rows - 1).bit_length(),
         "PER_ROW": per_row,
         "BIAS": bias,
+        "NORM": norm,
         "DECODE": decode_code(dtype),
         "SCALE": scale_code(dtype),
         "FACTOR": FACTOR,
@@ -156,10 +170,12 @@ def constants(
     }
 
 
-def parts(call: Call, bias_dtype: str, made: Decode, gate: str | None = None) -> tuple[dict[str, str], dict[str, Any]]:
+def parts(
+    call: Call, bias_dtype: str, made: Decode, gate: str | None = None, norm: bool = False
+) -> tuple[dict[str, str], dict[str, Any]]:
     """The signature and the constants for a call; without a bias its dtype is any."""
     n, k = call.shape
-    held = constants((n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made, gate=gate)
+    held = constants((n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made, gate=gate, norm=norm)
     return signature(call.dtype, call.out_dtype, bias_dtype), held
 
 
@@ -214,37 +230,48 @@ def refuse(call: Call) -> tuple[str, ...]:
 def bind(args: LinearArgs, made: Decode | None = None) -> Callable[[Array, Array | None, Array], None]:
     """What is left of a launch for calls like these; ``made`` instead of the configuration chosen."""
     call = args.call()
-    return _bind(args, call, configure(call) if made is None else made)
+    run = _bind(args, call, configure(call) if made is None else made)
+    return lambda x, bias, out: run(x, bias, out, None, None, None, 0.0)
 
 
 def bind_gated(args: GatedArgs, made: Decode | None = None) -> Callable[[Array, Array | None, Array], None]:
     """As ``bind``, with a gate."""
     call = args.call()
-    return _bind(args, call.linear(), configure_gated(call) if made is None else made, args.activation)
+    run = _bind(args, call.linear(), configure_gated(call) if made is None else made, args.activation)
+    return lambda x, bias, out: run(x, bias, out, None, None, None, 0.0)
+
+
+def bind_normed(args: NormedArgs, made: Decode | None = None) -> Callable[..., None]:
+    """As ``bind``, with a norm and maybe a gate."""
+    call = args.call()
+    run = _bind(args, call.linear(), configure_normed(call) if made is None else made, args.activation, norm=True)
+
+    def bound(x: Any, residual: Any, norm: Any, eps: float, bias: Any, out: Any, total: Any) -> None:
+        run(x, bias, out, residual.data_ptr(), norm.data_ptr(), total.data_ptr(), eps)
+
+    return bound
 
 
 def _bind(
-    args: LinearArgs | GatedArgs, call: Call, made: Decode, gate: str | None = None
-) -> Callable[[Array, Array | None, Array], None]:
+    args: LinearArgs | GatedArgs | NormedArgs, call: Call, made: Decode, gate: str | None = None, norm: bool = False
+) -> Callable[..., None]:
     n, rows = call.shape[0], call.rows
     buffers = args.weight.buffers()
     codes, scales, scale2 = (buffers[name].data_ptr() for name in ("codes", "scales", "scale2"))
     device = args.x.device
     grid = (-(-n // (TILE * tiles_of(n, made, gate))), 1, 1)
-    ordinary, early = (
-        _program(call, "float32" if args.bias is None else dtype_name(args.bias.dtype), made, device, pdl, gate)
-        for pdl in (False, True)
-    )
+    bias_dtype = "float32" if args.bias is None else dtype_name(args.bias.dtype)
+    ordinary, early = (_program(call, bias_dtype, made, device, pdl, gate, norm) for pdl in (False, True))
     written = Written(device)
     counted = not any(buffers[name].is_inference() for name in ("codes", "scales"))
 
-    def run(x: Any, bias: Any, out: Any) -> None:
+    def run(x: Any, bias: Any, out: Any, residual: Any, weights: Any, total: Any, eps: float) -> None:
         at = x.data_ptr()
         if at % ALIGNED:
             x = x.clone()
             at = x.data_ptr()
         added = None if bias is None else bias.data_ptr()
-        values = (codes, scales, scale2, at, added, out.data_ptr(), rows, n)
+        values = (codes, scales, scale2, at, added, out.data_ptr(), residual, weights, total, rows, n, eps)
         if written.over:
             early(grid, values)
         else:
@@ -255,12 +282,14 @@ def _bind(
     return run
 
 
-def _program(call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool, gate: str | None = None) -> Program:
+def _program(
+    call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool, gate: str | None = None, norm: bool = False
+) -> Program:
     from halfbyte.kernels.cuda.decode_gluon_code import decode
 
     return program(
         decode,
-        *parts(call, bias_dtype, made, gate),
+        *parts(call, bias_dtype, made, gate, norm),
         device=device,
         warps=made.warps,
         pdl=pdl,
@@ -271,6 +300,11 @@ def _program(call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool, 
 def configure_gated(call: GatedCall) -> Decode:
     """The configuration for a call with a gate."""
     return FEW_GATED if call.rows <= 8 else MANY_GATED
+
+
+def configure_normed(call: NormedCall) -> Decode:
+    """The configuration for a call with a norm."""
+    return configure(call.linear()) if call.activation is None else configure_gated(call.gated())
 
 
 def refuse_gated(call: GatedCall) -> tuple[str, ...]:
@@ -285,12 +319,37 @@ def refuse_gated(call: GatedCall) -> tuple[str, ...]:
     return reasons
 
 
+def refuse_normed(call: NormedCall) -> tuple[str, ...]:
+    """Why it declines a call with a norm."""
+    from halfbyte.kernels import forced
+
+    reasons = refuse(call) if call.activation is None else refuse_gated(call.gated())
+    for op in (LinearArgs.op, GatedArgs.op, AddNormArgs.op):
+        wanted = forced(op)
+        if wanted not in (None, NAME, GATED.name):
+            reasons = (*reasons, f"HALFBYTE_KERNEL asks for {wanted}")
+    if call.rows > MOST_NORMED:
+        reasons = (*reasons, f"takes up to {MOST_NORMED} tokens, not {call.rows}")
+    if call.shape[-1] > MOST_WIDTH:
+        reasons = (*reasons, f"normalizes rows of up to {MOST_WIDTH} values, not {call.shape[-1]}")
+    return tuple(dict.fromkeys(reasons))
+
+
 def load_gated(call: GatedCall) -> None:
     """Compile it."""
     import torch
 
     for pdl in (False, True):
         _program(call.linear(), "float32", configure_gated(call), torch.device(call.device), pdl, call.activation)
+
+
+def load_normed(call: NormedCall) -> None:
+    """Compile it."""
+    import torch
+
+    made, device = configure_normed(call), torch.device(call.device)
+    for pdl in (False, True):
+        _program(call.linear(), "float32", made, device, pdl, call.activation, norm=True)
 
 
 def compile_as(call: Call, made: Decode) -> None:
@@ -320,4 +379,13 @@ GATED: Final = Kernel(
     cost=gated_cost,
     load=load_gated,
     bind=bind_gated,
+)
+NORMED: Final = Kernel(
+    name="gluon-normed",
+    bundle=NormedArgs,
+    description="gluon-decode, each program normalizes the token first; Hopper",
+    refuse=refuse_normed,
+    cost=normed_cost,
+    load=load_normed,
+    bind=bind_normed,
 )
