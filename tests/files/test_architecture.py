@@ -147,6 +147,7 @@ CHAINS = {
         "step": {"base"},
         "step_torch": {"base", "step"},
         "gated": {"base", "step"},
+        "normed": {"base", "gated", "step"},
         "pick": {"base", "step"},
         "dense": {"base", "step"},
     },

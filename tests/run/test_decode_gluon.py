@@ -146,7 +146,7 @@ def launches(monkeypatch):
     """What ``bind`` launches, with stand-ins for torch's stream and event."""
     state = SimpleNamespace(kinds=[], values=[], capturing=False, finished=False, recorded=0)
 
-    def program(call, bias_dtype, made, device, pdl, gate):
+    def program(call, bias_dtype, made, device, pdl, gate, norm):
         return stand_in(state, "early" if pdl else "ordinary")
 
     def record_event():
@@ -172,7 +172,7 @@ def test_no_launch_starts_early_before_the_first_one_is_over(launches):
     assert launches.kinds == ["ordinary"] * 3 + ["early"]
     buffers = args.weight.buffers()
     addresses = [buffers[name].data_ptr() for name in ("codes", "scales", "scale2")]
-    expected = (*addresses, args.x.data_ptr(), None, args.out.data_ptr(), 3, 40)
+    expected = (*addresses, args.x.data_ptr(), None, args.out.data_ptr(), None, None, None, 3, 40, 0.0)
     assert launches.values == [((2, 1, 1), expected)] * 4
 
 

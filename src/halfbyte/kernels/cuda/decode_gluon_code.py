@@ -105,6 +105,13 @@ def _operand(one, two, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr, HALF:
     return gl.convert_layout(x.reshape(W, 64, NB), B, assert_trivial=True)
 
 
+@gluon.jit
+def _ask(at):
+    """The line of an address comes to L2."""
+    CODE: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(CODE, "=r,l", [at.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.constexpr_function
 def _added_code(HALF):
     return f"add.rn.{'bf16' if HALF.name == 'bf16' else 'f16'}x2 $0, $1, $2;"
@@ -287,6 +294,9 @@ def decode(
         else:
             codes = codes + (gl.load(codes_at + j * W * 128, mask=j * W + cw < UNITS, other=0, eviction_policy=KEEP),)
             scales = scales + (gl.load(scales_at + j * W * 32, mask=j * W + sw < UNITS, other=0, eviction_policy=KEEP),)
+    if PER_ROW:
+        for r in gl.static_range(R):
+            _ask(scale2_ptr + (tile + r % T + r // T * STRIPES) * 16)
     if P:
         for r in gl.static_range(R):
             ahead = (tile + r % T + r // T * STRIPES).to(gl.int64) * UNITS + D * W
@@ -296,13 +306,6 @@ def decode(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    row = gl.arange(0, R * 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
-    n = (tile + _stripe(row // 16, T, STRIPES)) * 16 + row % 16
-    if PER_ROW:
-        scale2 = gl.load(scale2_ptr + n, mask=n < N, other=0.0) * FACTOR
-    else:
-        scale2 = gl.load(scale2_ptr) * FACTOR
-
     ones = ()
     twos = ()
     if NORM:
@@ -352,6 +355,12 @@ def decode(
         codes_at += D * W * 128
         scales_at += D * W * 32
         x_at += D * W * 32
+    row = gl.arange(0, R * 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
+    n = (tile + _stripe(row // 16, T, STRIPES)) * 16 + row % 16
+    if PER_ROW:
+        scale2 = gl.load(scale2_ptr + n, mask=n < N, other=0.0) * FACTOR
+    else:
+        scale2 = gl.load(scale2_ptr) * FACTOR
     for j in gl.static_range(REST):
         if j + D < REST:
             if (L * D + j + D + 1) * W <= UNITS:
