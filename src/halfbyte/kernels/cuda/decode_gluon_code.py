@@ -386,8 +386,7 @@ def decode(
         if S == 1:
             acc = mma_v2(w, x, acc)
         else:
-            found = mma_v2(w, x, gl.zeros([W, R * 16, NB], gl.float32, MMA))
-            acc += gl.where(column % S == j % S, found, 0.0)
+            acc = gl.where(column % S == j % S, mma_v2(w, x, acc), acc)
 
     total = gl.sum(gl.sum(acc.reshape(W, R * 16, NB // S, S), axis=3), axis=0)
     OF: gl.constexpr = gl.SliceLayout(1, total.type.layout)
