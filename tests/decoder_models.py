@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from halfbyte import nn
+from halfbyte import nn, ops
 from halfbyte.layouts import Layout
 from halfbyte.recipes import quantize
+from halfbyte.weight import Weight
 
 VOCABULARY = 97
 SIZES = {
@@ -29,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 
@@ -70,6 +72,12 @@ def swap(model: Any, *, fuse: bool, layout: Layout | str = "rows") -> Any:
         for parent, name in single:
             old = getattr(parent, name)
             setattr(parent, name, nn.Linear(weight(old), old.bias))
+        if hasattr(layer.mlp, "experts"):
+            own = layer.mlp.experts
+            stacks = (
+                Weight.stack([quantize(one.float()) for one in stack]) for stack in (own.gate_up_proj, own.down_proj)
+            )
+            layer.mlp.experts = nn.Experts(*(ops.pack(stack, layout) for stack in stacks))
     return model
 
 

@@ -21,6 +21,9 @@ from halfbyte.kernels.step import ACTIVATIONS, AddNormArgs, AttendArgs, GateArgs
 
 DTYPES = ("float32", "bfloat16", "float16")
 HALF_ULP = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+FACTOR = 2 * (2.0**-22.9 + 9 * 2.0**-24)
+"""By how much two factors of a norm in float32 may differ, relatively: rsqrt.approx is off by 2^-22.9, as PTX says;
+the mean of at most 4096 squares, all positive, passes 18 roundings, 8 in a thread, and a root halves what they add."""
 
 
 def random(*shape: int, dtype: str = "float32", seed: int = 0, device: str = "cpu") -> Any:
@@ -47,7 +50,7 @@ def add_norms(device: str, dtypes: tuple[str, ...] = DTYPES) -> Iterator[str]:
         name = f"add_norm {m}x{h} {dtype} {residual}"
         assert torch.equal(total, expected_total), name
         off = (got.double() - expected.double()).abs()
-        assert (off <= 4.04 * HALF_ULP[dtype] * expected.double().abs()).all(), name
+        assert (off <= (4.04 * HALF_ULP[dtype] + FACTOR) * expected.double().abs()).all(), name
         assert (off > 0).float().mean() <= (1.0 if dtype == "float32" else 0.01), name
         yield name
 

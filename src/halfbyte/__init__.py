@@ -13,6 +13,7 @@ _HOMES = {
     "CODES": "findings",
     "Checkpoint": "checkpoint.reader",
     "DenseWeight": "kinds",
+    "ExpertsForm": "forms",
     "Finding": "findings",
     "Form": "forms",
     "Fp8Weight": "kinds",
@@ -40,6 +41,7 @@ _HOMES = {
     "plan": "plans",
     "quantize": "recipes",
     "quantize_checkpoint": "tools.quantize",
+    "route": "route_op",
     "scale_report": "underflow",
     "shard": "tools.shard",
     "to_fp8": "lossy",
@@ -54,6 +56,7 @@ __all__ = [
     "CODES",
     "Checkpoint",
     "DenseWeight",
+    "ExpertsForm",
     "Finding",
     "Form",
     "Fp8Weight",
@@ -85,6 +88,7 @@ __all__ = [
     "plan",
     "quantize",
     "quantize_checkpoint",
+    "route",
     "scale_report",
     "shard",
     "to_fp8",
@@ -103,7 +107,7 @@ if TYPE_CHECKING:
     from halfbyte.errors import HalfbyteError
     from halfbyte.explanations import explain
     from halfbyte.findings import CODES, Finding, Report
-    from halfbyte.forms import Form
+    from halfbyte.forms import ExpertsForm, Form
     from halfbyte.fragments import FragmentLoader
     from halfbyte.kinds import DenseWeight, Fp8Weight, Int8Weight, Mxfp4Weight
     from halfbyte.layouts import Packed
@@ -112,6 +116,7 @@ if TYPE_CHECKING:
     from halfbyte.ops import attention, grouped_linear, linear, pack, unpack
     from halfbyte.plans import Plan, plan
     from halfbyte.recipes import quantize
+    from halfbyte.route_op import route
     from halfbyte.tools.convert import convert
     from halfbyte.tools.dequantize import dequantize_checkpoint
     from halfbyte.tools.diff import diff

@@ -7,7 +7,8 @@ from math import prod
 from typing import Any
 
 from halfbyte.errors import LayoutError, UsageError
-from halfbyte.kernels import Call, Fp8Call, Int8Call
+from halfbyte.kernels import Call, ExpertsCall, Fp8Call, Int8Call
+from halfbyte.kernels.experts import Mixture, check_stacks
 from halfbyte.layouts import Layout, Rows, parse
 
 
@@ -72,3 +73,81 @@ class Form:
         resident = self.kind == "fp8"
         layout = Rows() if resident else self.placed
         return Fp8Call(layout=layout, capability=sm, resident=resident, blocks=self.blocks, **of)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsForm:
+    """What decides about the weights of experts that are not there yet; ``plan`` of "experts" takes it.
+
+    Args:
+        gate_up: of the shape (E, 2I, H), or (E, I, H) without a gate.
+        down: of the shape (E, H, I).
+        mixture: how they compute.
+        top: k, the experts of a token.
+
+    Raises:
+        UsageError: forms that do not fit each other, or are not NVFP4.
+    """
+
+    gate_up: Form
+    down: Form
+    mixture: Mixture
+    top: int
+
+    def __post_init__(self) -> None:
+        check_stacks(self.gate_up.shape, self.down.shape, self.mixture)
+        if self.gate_up.kind != "nvfp4" or self.down.kind != "nvfp4":
+            raise UsageError("experts are NVFP4", got=f"{self.gate_up.kind} and {self.down.kind}")
+        if not self.top >= 0:
+            raise UsageError("a token has experts, or none", got=self.top)
+
+    @staticmethod
+    def of(
+        experts: int,
+        hidden: int,
+        inner: int,
+        *,
+        top: int,
+        layout: Layout | str = "rows",
+        activation: str = "silu",
+        gated: bool = True,
+        local: int | None = None,
+    ) -> ExpertsForm:
+        """Of experts whose gate and up may have different scale2.
+
+        Args:
+            experts: how many there are.
+            hidden: H.
+            inner: I.
+            top: k.
+            layout: of both stacks.
+            activation: as of ``halfbyte.nn.Experts``.
+            gated: whether there is a gate.
+            local: how many of them are held here; by default all.
+        """
+        count = experts if local is None else local
+        mixture = Mixture(
+            activation=activation, limit=None, gate_up_order="concatenated", experts=experts,
+            local=tuple(range(count)), padding=True, gated=gated, null="skip",
+        )  # fmt: skip
+        rows = mixture.parts * inner
+        return ExpertsForm(
+            gate_up=Form(shape=(count, rows, hidden), layout=layout, per_row=gated),
+            down=Form(shape=(count, hidden, inner), layout=layout),
+            mixture=mixture,
+            top=top,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both stacks."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+    def call(self, precision: str, of: dict[str, Any], sm: int) -> ExpertsCall:
+        """The call in a precision, with the rest of its fields."""
+        one, two = self.gate_up, self.down
+        return ExpertsCall(
+            layout=one.placed, shape=one.shape, per_row=one.per_row, pre_scale=one.pre_scale or two.pre_scale,
+            bias=one.bias, capability=sm, mixture=self.mixture, top=self.top, indices="int64", weights="float32",
+            down_layout=two.placed, down_per_row=two.per_row, down_bias=two.bias, precision=precision, **of,
+        )  # fmt: skip

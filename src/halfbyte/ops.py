@@ -10,27 +10,31 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, cast
 
+import numpy as np
+
 from halfbyte.errors import UsageError
 from halfbyte.fp8_ops import linear_fp8
 from halfbyte.int8_ops import linear_int8
-from halfbyte.kernels import AttentionArgs, LinearArgs, select
+from halfbyte.kernels import AttentionArgs, GroupedArgs, LinearArgs, select
 from halfbyte.kinds import Fp8Weight, Int8Weight
 from halfbyte.layouts import Layout, Packable, Packed, parse
 from halfbyte.numerics import Array, is_torch
 from halfbyte.operands import (
     as_packed,
     check_arrays,
+    check_beside,
     check_float,
     checked_dtype,
     contiguous,
     empty,
     precision_of,
+    scale_of,
     wants_gradient,
     without_gradient,
 )
 from halfbyte.plans import Plan, plan
 from halfbyte.remembered import key_of, remember
-from halfbyte.weight import Mxfp4Weight, Weight, dtype_name
+from halfbyte.weight import Mxfp4Weight, Weight, dtype_name, to_torch
 
 __all__ = ["Plan", "attention", "grouped_linear", "linear", "pack", "plan", "unpack"]
 
@@ -134,19 +138,21 @@ def linear(
 
 
 def grouped_linear(
-    x: Array, w: Packed | Weight, counts: Sequence[int], bias: Array | None = None, *, out_dtype: Any = None
+    x: Array, w: Packed | Weight, counts: Sequence[int] | Array, bias: Array | None = None, *, out_dtype: Any = None
 ) -> Array:
     """Apply each expert's weight to its own tokens: ``y[e] = x[e] @ dequantize(w[e]).T + bias[e]``.
 
     Args:
         x: (T, K) float32, bfloat16 or float16; the tokens of expert 0 come first, then those of expert 1, and so on.
         w: (E, N, K).
-        counts: for each of the E experts how many tokens are its own, 0 too; they add up to T.
+        counts: for each of the E experts how many tokens are its own, 0 too; they add up to T. A tensor of int32 or
+            int64 on the GPU of x is not looked at there: a CUDA graph may hold the call, and rows of the result
+            beyond their sum are not written.
         bias: (E, N) float32, bfloat16 or float16.
         out_dtype: of the result; by default x's.
 
     Returns:
-        (T, N); each expert's rows are those of ``linear``, bit for bit.
+        (T, N); each expert's rows are those of ``linear``, bit for bit where the kernel ``grouped-loop`` runs.
 
     Raises:
         UsageError: counts, axes or arrays that do not fit each other.
@@ -156,27 +162,50 @@ def grouped_linear(
     if len(packed.shape) != 3:
         raise UsageError("grouped_linear needs one expert axis", got=packed.shape, expected="(E, N, K)")
     experts, n, _ = packed.shape
-    sizes = [int(count) for count in counts]
-    if len(x.shape) != 2 or len(sizes) != experts or min(sizes, default=0) < 0 or sum(sizes) != x.shape[0]:
-        raise UsageError(
-            "counts do not fit the experts and the tokens",
-            got=f"{len(sizes)} counts that add up to {sum(sizes)}, x {tuple(x.shape)}",
-            expected=f"{experts} counts, none negative, and as many rows of x (T, K)",
-        )
-    if bias is not None and tuple(bias.shape) != (experts, n):
-        raise UsageError("bias does not fit the experts", got=tuple(bias.shape), expected=(experts, n))
-    if "experts" not in packed.memo:
-        packed.memo["experts"] = [packed.expert(e) for e in range(experts)]
     check_float(x, "x")
-    out = empty((x.shape[0], n), dtype_name(x.dtype) if out_dtype is None else checked_dtype(out_dtype, "out_dtype"), x)
-    start = 0
-    for e, size in enumerate(sizes):
-        if size:
-            rows = slice(start, start + size)
-            own = None if bias is None else bias[e]
-            out[rows] = linear(x[rows], packed.memo["experts"][e], own, out_dtype=dtype_name(out.dtype))
-            start += size
-    return out
+    check_beside(scale_of(packed), "the weight", x)
+    own = _counted(counts, packed, x)
+    if bias is not None:
+        check_float(bias, "bias")
+        check_beside(bias, "bias", x)
+        if tuple(bias.shape) != (experts, n):
+            raise UsageError("bias does not fit the experts", got=tuple(bias.shape), expected=(experts, n))
+    to = dtype_name(x.dtype) if out_dtype is None else checked_dtype(out_dtype, "out_dtype")
+
+    def computed(x: Array) -> Array:
+        out = empty((x.shape[0], n), to, x)
+        args = GroupedArgs(
+            x=contiguous(x), counts=own, weight=packed, bias=None if bias is None else contiguous(bias), out=out
+        )
+        kernel = select(GroupedArgs, args.call())
+        if prod(out.shape):
+            kernel.run(args)
+        return out
+
+    if is_torch(x) and wants_gradient(x, bias):
+        return without_gradient()(x, bias, computed)
+    return computed(x)
+
+
+def _counted(counts: Any, weight: Packed, x: Array) -> Array:
+    """The counts of ``grouped_linear`` as kernels take them."""
+    experts, _, k = weight.shape
+    there = is_torch(counts) and counts.is_cuda
+    sizes = list(counts.shape) if there else [int(count) for count in counts]
+    fit = sizes == [experts] if there else len(sizes) == experts and min(sizes, default=0) >= 0
+    if not fit or len(x.shape) != 2 or x.shape[1] != k or not (there or sum(sizes) == x.shape[0]):
+        raise UsageError(
+            "x and counts do not fit the experts",
+            got=f"x {tuple(x.shape)}, counts {f'of shape {tuple(sizes)}' if there else sizes}",
+            expected=f"(T, {k}) and {experts} counts that add up to T",
+        )
+    if not there:
+        own = np.array(sizes, np.int64)
+        return to_torch(own, x.device) if is_torch(x) else own
+    check_beside(counts, "counts", x)
+    if dtype_name(counts.dtype) not in ("int32", "int64"):
+        raise UsageError("counts are no integers of 32 or 64 bits", got=dtype_name(counts.dtype))
+    return contiguous(counts)
 
 
 def compute(x: Array, packed: Packed, bias: Array | None, out_dtype: Any) -> Array:

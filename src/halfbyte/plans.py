@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy as np
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.forms import Form
+from halfbyte.forms import ExpertsForm, Form
 from halfbyte.fp8_ops import FEWEST, error_of, exact, kernel_for, slower
 from halfbyte.int8_ops import twin_of
 from halfbyte.kernels import (
@@ -21,6 +21,8 @@ from halfbyte.kernels import (
     Cost,
     EmbeddingArgs,
     EmbeddingCall,
+    ExpertsArgs,
+    ExpertsCall,
     Fp8Call,
     Int8Args,
     Int8Call,
@@ -33,6 +35,8 @@ from halfbyte.kernels.base import Library, capability, library_of
 from halfbyte.kernels.cuda import launch, scaled_mm
 from halfbyte.kernels.cuda.ceilings import CEILINGS, Ceiling
 from halfbyte.kernels.cuda.choices import Choice, choice, ends, entries, pick
+from halfbyte.kernels.experts import PRECISIONS
+from halfbyte.kernels.experts_torch import chosen
 from halfbyte.kinds import Fp8Weight, Int8Weight
 from halfbyte.layouts import Packed
 from halfbyte.numerics import is_torch
@@ -90,6 +94,9 @@ class Plan:
         call = self.call
         *experts, n, k = call.shape
         shape = "".join(f"E={e} " for e in experts) + f"N={n} K={k} M={call.rows}"
+        if isinstance(call, ExpertsCall):
+            of = "" if len(call.mixture.local) == call.mixture.experts else f" of {call.mixture.experts}"
+            shape = f"E={experts[0]}{of} H={k} I={call.inner} T={call.rows} top {call.top}"
         if isinstance(call, Int8Call):
             form, place = "INT8 rows", call.device
         else:
@@ -119,7 +126,7 @@ class Plan:
 
 def plan(
     op: str,
-    weight: Packed | Weight | Int8Weight | Fp8Weight | Form,
+    weight: Packed | Weight | Int8Weight | Fp8Weight | Form | ExpertsForm,
     *,
     rows: int,
     dtype: Any = "bfloat16",
@@ -131,9 +138,9 @@ def plan(
     """Which kernel would compute a call, and why; runs nothing.
 
     Args:
-        op: "linear" or "embedding".
+        op: "linear", "embedding" or "experts".
         weight: what is applied; a Weight is packed as rows. It need not be on ``device`` yet, and a Form need not be
-            anywhere.
+            anywhere. Of experts an ExpertsForm, such as ``halfbyte.nn.Experts.form`` gives.
         rows: M, the rows of activations, or how many rows are looked up.
         dtype: of the activations: "float32", "bfloat16", "float16" or a torch dtype; without ``out_dtype`` also of the
             result, which is all that it means for an embedding.
@@ -154,8 +161,11 @@ def plan(
         raise UsageError("rows are a whole number", got=repr(rows)) from None
     if rows < 0:
         raise UsageError("rows cannot be negative", got=rows)
-    if op not in (LinearArgs.op, EmbeddingArgs.op):
-        raise UsageError("unknown op", got=repr(op), expected=f"{LinearArgs.op} or {EmbeddingArgs.op}")
+    known = LinearArgs.op, EmbeddingArgs.op, ExpertsArgs.op
+    if op not in known:
+        raise UsageError("unknown op", got=repr(op), expected=" or ".join(known))
+    if isinstance(weight, ExpertsForm) != (op == ExpertsArgs.op):
+        raise UsageError(f"{op} is not of this", got=type(weight).__name__, hint="experts have an ExpertsForm")
     if library not in (None, *get_args(Library)):
         raise UsageError("unknown library", got=repr(library), expected=" or ".join(map(repr, get_args(Library))))
     kind, sm, gpu = _place(device)
@@ -164,7 +174,8 @@ def plan(
     if op == EmbeddingArgs.op:
         if isinstance(weight, Int8Weight | Fp8Weight) or precision is not None:
             raise UsageError("an embedding is exact", got="a twin or a precision", expected="an NVFP4 weight")
-        return _plan_embedding(weight, rows, dtype if out_dtype is None else out_dtype, device, library)
+        held: Any = weight
+        return _plan_embedding(held, rows, dtype if out_dtype is None else out_dtype, device, library)
     of: dict[str, Any] = {
         "rows": rows,
         "dtype": checked_dtype(dtype, "dtype"),
@@ -172,8 +183,13 @@ def plan(
         "device": kind,
     }
     call: Any
+    if isinstance(weight, ExpertsForm):
+        if precision not in (None, *PRECISIONS):
+            raise UsageError("unknown precision", got=repr(precision), expected=" or ".join(map(repr, PRECISIONS)))
+        call = weight.call(precision or "exact", of | {"library": library or "torch"}, sm)
+        return _plan_experts(replace(call, elsewhere=_elsewhere(device)), gpu)
     if isinstance(weight, Form):
-        held: Any = weight
+        held = weight
         how = "fp8" if weight.kind == "fp8" else precision_of(weight, precision)
         call = weight.call(how, of | {"library": library or "torch"}, sm)
     else:
@@ -192,6 +208,25 @@ def _plan_exact(weight: Any, packed: Packed | Form, call: Call, gpu: str | None)
     kernel = select(LinearArgs, call)
     extra = _unshared_bytes(packed, weight) if isinstance(weight, Weight) and isinstance(packed, Packed) else 0
     return _planned(call, kernel, gpu, extra, (*_copies(weight, call), *_launches(kernel)), _runs)
+
+
+def _plan_experts(call: ExpertsCall, gpu: str | None) -> Plan:
+    kernel, computed = chosen(call)
+    notes = [f"routing is taken to be even: {call.touched:.1f} experts have tokens"]
+    if call.precision != computed:
+        notes.append("FP8 where a kernel takes the call and is faster; this one is exact")
+    call = replace(call, precision=computed)
+    return _planned(call, kernel, gpu, 0, (*notes, *_launches(kernel)), _runs_experts)
+
+
+def _runs_experts(call: Call) -> str:
+    """The kernel and configuration of a call of experts; empty where there is none."""
+    assert isinstance(call, ExpertsCall)
+    try:
+        kernel, _ = chosen(call)
+    except NoKernelError:
+        return ""
+    return f"{kernel.name} {_configuration(kernel, call)}".strip()
 
 
 def _planned(
@@ -455,7 +490,8 @@ def _measured_gpu(sm: int) -> str | None:
 def _ceiling(gpu: str | None, call: Call) -> Ceiling | None:
     """Of a GPU for a call; None where it is not known."""
     found = CEILINGS.get(gpu or "")
-    return found.fp8 if found and isinstance(call, Fp8Call) else found
+    fp8 = isinstance(call, Fp8Call) or (isinstance(call, ExpertsCall) and call.precision == "fp8")
+    return found.fp8 if found and fp8 else found
 
 
 def _reached(call: Call, kernel: Kernel[Any, Any], found: Choice | None) -> float | None:

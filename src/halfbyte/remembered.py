@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from math import prod
 from typing import Any, Final
+from weakref import ref
 
 import numpy as np
 
@@ -113,6 +114,20 @@ def watched(buffers: list[Any]) -> Callable[[], bool]:
                 return False
         for buffer, address in moving:  # noqa: SIM110 (a generator takes longer)
             if buffer.data_ptr() != address:
+                return False
+        return True
+
+    return unchanged
+
+
+def watched_weakly(tensors: list[Any]) -> Callable[[], bool]:
+    """The same question about tensors that it does not keep: False once one is gone."""
+    known = [(ref(a), -1 if a.is_inference() else a._version, a.data_ptr()) for a in tensors]
+
+    def unchanged() -> bool:
+        for known_as, version, address in known:
+            a = known_as()
+            if a is None or (version >= 0 and a._version != version) or a.data_ptr() != address:
                 return False
         return True
 

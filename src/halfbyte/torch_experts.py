@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,10 @@ def experts_op(
     experts: int,
     local: list[int],
     padding: bool,
+    gated: bool,
+    null: str,
+    precision: str,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """``halfbyte.expert_ops.compute``.
 
@@ -52,6 +57,10 @@ def experts_op(
         experts: as of Mixture.
         local: as of Mixture.
         padding: as of Mixture.
+        gated: as of Mixture.
+        null: as of Mixture.
+        precision: as of ``compute``.
+        out_dtype: as of ``compute``.
 
     Returns:
         (T, H).
@@ -59,21 +68,37 @@ def experts_op(
     stacks = _stacks(layouts, shapes, names, gate_up, down, gate_up_bias, down_bias)
     for stack in (stacks.gate_up, stacks.down):
         stack.memo = memo_of(stack.buffers()["scale2"])
-    mixture = Mixture(
+    mixture = _mixture(activation, limit, gate_up_order, experts, tuple(local), padding, gated, null)
+    with keeping_nothing():
+        return compute(hidden, indices, weights, stacks, mixture, precision=precision, out_dtype=out_dtype)
+
+
+@functools.lru_cache
+def _mixture(
+    activation: str,
+    limit: float | None,
+    gate_up_order: str,
+    experts: int,
+    local: tuple[int, ...],
+    padding: bool,
+    gated: bool,
+    null: str,
+) -> Mixture:
+    return Mixture(
         activation=activation,
         limit=limit,
         gate_up_order=gate_up_order,
         experts=experts,
-        local=tuple(local),
+        local=local,
         padding=padding,
+        gated=gated,
+        null=null,
     )
-    with keeping_nothing():
-        return compute(hidden, indices, weights, stacks, mixture)
 
 
 def _shape_of_experts(hidden: Tensor, indices: Tensor, weights: Tensor, *others: Any) -> Tensor:
     check(hidden, indices, weights, _stacks(*others[:7]))
-    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    return torch.empty_like(hidden, dtype=others[-1], memory_format=torch.contiguous_format)
 
 
 experts_op.register_fake(_shape_of_experts)
@@ -94,10 +119,18 @@ def _stacks(
             layouts.split(";"), (shapes[:3], shapes[3:]), names.split(";"), (gate_up, down), strict=True
         )
     )
-    return Stacks(gate_up=one, down=two, gate_up_bias=gate_up_bias, down_bias=down_bias, remember=False)
+    return Stacks(gate_up=one, down=two, gate_up_bias=gate_up_bias, down_bias=down_bias)
 
 
-def traced(hidden: Tensor, indices: Tensor, weights: Tensor, stacks: Sequence[Any], mixture: Mixture) -> Tensor:
+def traced(
+    hidden: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    stacks: Sequence[Any],
+    mixture: Mixture,
+    precision: str,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
     """``compute`` while torch traces it.
 
     Args:
@@ -106,6 +139,8 @@ def traced(hidden: Tensor, indices: Tensor, weights: Tensor, stacks: Sequence[An
         weights: as of ``compute``.
         stacks: of gate_up and then of down the layout's key, the shape, the buffers by name, and the bias.
         mixture: as of ``compute``.
+        precision: as of ``compute``.
+        out_dtype: as of ``compute``.
     """
     (key, shape, buffers, bias), (down_key, down_shape, down_buffers, down_bias) = stacks
     made: Tensor = experts_op(
@@ -125,5 +160,9 @@ def traced(hidden: Tensor, indices: Tensor, weights: Tensor, stacks: Sequence[An
         mixture.experts,
         list(mixture.local),
         mixture.padding,
+        mixture.gated,
+        mixture.null,
+        precision,
+        hidden.dtype if out_dtype is None else out_dtype,
     )
     return made

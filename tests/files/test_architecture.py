@@ -96,14 +96,26 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "plans": (*RUN, "operands", "int8_ops", "fp8_ops", "forms"),
     "embedding_op": (*RUN, "operands", "remembered", "torch_embedding"),
     "torch_embedding": (*RUN, "embedding_op"),
+    "route_op": (*RUN, "operands", "remembered", "torch_routing"),
+    "torch_routing": (*RUN, "route_op"),
     "remembered": (*RUN, "operands"),
     "step_ops": (*RUN, "operands", "remembered"),
     "ops": (*RUN, "operands", "int8_ops", "fp8_ops", "plans", "remembered", "torch_ops"),
     "torch_ops": (*RUN, "operands", "ops", "fp8_ops", "int8_ops"),
-    "expert_ops": (*RUN, "operands", "ops"),
+    "expert_ops": (*RUN, "operands", "remembered"),
     "torch_experts": (*RUN, "torch_ops", "expert_ops"),
-    "nn": (*RUN, "operands", "ops", "torch_ops", "embedding_op", "torch_embedding", "expert_ops", "torch_experts"),
-    "decoder": (*RUN, "ops", "nn", "step_ops"),
+    "nn": (
+        *RUN,
+        "operands",
+        "forms",
+        "ops",
+        "torch_ops",
+        "embedding_op",
+        "torch_embedding",
+        "expert_ops",
+        "torch_experts",
+    ),
+    "decoder": (*RUN, "ops", "nn", "step_ops", "route_op"),
     "hf": (*RUN, *STACKS, "recipes", "dialects", "checkpoint", "writing", "operands", "ops", "torch_ops", "nn"),
     "products": (*BASE, "modules", "experts"),
     "session": (*RUN, *STACKS, "dialects", "checkpoint", "plans", "timing", "decoder", "hf"),
@@ -148,7 +160,11 @@ CHAINS = {
         "step_torch": {"base", "step"},
         "gated": {"base", "step"},
         "normed": {"base", "gated", "step"},
+        "experts": {"base", "step"},
+        "grouped": {"base"},
+        "experts_torch": {"base", "experts", "fp8", "grouped", "step_torch", "cuda.shared"},
         "pick": {"base", "step"},
+        "routing": {"base", "step"},
         "dense": {"base", "step"},
     },
     "kernels.cpu": {
@@ -187,13 +203,14 @@ In hf: names, fusing <- plan <- filling <- quantizer <- loading, and saving <- f
 In kernels: descriptors, base <- attention_base <- fmha_llm, fmha_vit <- attention.
 What ends in _code is loaded only to run."""
 
-CUDA = {"choices", "launch", "shared", "fragments", "fp8_quantize"}
+CUDA = {"choices", "launch", "shared", "refused", "fragments", "fp8_quantize", "lists"}
 """In kernels.cuda: what every kernel may import, beside its own device code, the file of its name and _code."""
 
 TILED = {
     "gemm_gluon": {"decode_gluon"},
     "fp8_gluon": {"gemm_gluon"},
     "attend_gluon": {"step"},
+    "experts_decode": {"decode_gluon", "experts"},
 }
 """In kernels.cuda: whose parts a kernel has."""
 
@@ -298,8 +315,12 @@ NO_KERNELS = (
     "ceilings",
     "launch",
     "shared",
+    "refused",
     "fp8_quantize",
     "fp8_quantize_code",
+    "lists",
+    "lists_code",
+    "experts",
 )
 TABLES = {"layouts": "LAYOUTS", "recipes": "RECIPES", "dialects": "DIALECTS", "kernels": "KERNELS"}
 

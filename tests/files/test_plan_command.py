@@ -271,13 +271,19 @@ class TestForms:
         tensors["model.layers.0.mlp.gate.weight"] = floats(8, HIDDEN)
         config = CONFIG | {"model_type": "qwen3_moe", "num_experts_per_tok": 2}
         report = plan(make_dense(tmp_path / "a", change=tensors, config=config), device=HOPPER, tokens=[1, 16])
-        one = layer(report, "experts.gate_up_proj" if stacked else "experts.*.gate_proj+up_proj")
-        assert (tuple(one["shape"]), one["experts"], one["count"]) == ((32, 32), 8, 1)
-        asked = 8 * (1 - 0.75**16)
-        assert [(made["rows"], made["calls"]) for made in one["plans"]] == [(1, 2), (5, round(asked, 2))]
-        assert at(one, 1)["seconds"] == 2 * at(one, 1)["expected"]
-        assert at(one, 16)["weight_bytes"] == round(asked * one["bytes"])
-        assert one["held"] == 8 * one["bytes"]
+        one = layer(report, "experts.gate_up_proj+down_proj" if stacked else "experts.*.gate_proj+up_proj+down_proj")
+        assert (tuple(one["shape"]), one["experts"], one["count"]) == ((32, 32, 16), 8, 1)
+        assert [(made["rows"], made["calls"]) for made in one["plans"]] == [(1, 1), (16, 1)]
+        form = halfbyte.ExpertsForm.of(8, 32, 16, top=2, layout="fragments")
+        assert one["held"] == form.nbytes == 8 * one["bytes"]
+        for count, asked in ((1, 2), (16, 8 * (1 - 0.75**16))):
+            own = halfbyte.plan("experts", form, rows=count, device=HOPPER)
+            assert (at(one, count)["kernel"], at(one, count)["bytes"]) == (own.kernel, own.bytes)
+            assert at(one, count)["seconds"] == (own.expected or own.least)
+            assert at(one, count)["weight_bytes"] == round(asked * one["bytes"])
+            assert f"routing is taken to be even: {asked:.1f} experts have tokens" in own.notes
+        assert [x["name"] for x in report.facts["layers"] if "experts" in x["name"]] == [one["name"]]
+        assert report.facts["memory"]["other"] == 2 * HIDDEN * 3  # norms
         router = layer(report, "mlp.gate")
         assert (router["role"], router["kind"], router["shape"]) == ("router", "dense", [8, HIDDEN])
         assert "a token takes 2 experts, each of them as likely as any other" in report.facts["notes"]
@@ -285,7 +291,8 @@ class TestForms:
     def test_the_config_does_not_say_how_many_experts(self, tmp_path):
         tensors = split_experts("model.layers.0.mlp.experts", expert_weights(4, 16, HIDDEN))
         report = plan(make_dense(tmp_path / "a", change=tensors), device=HOPPER, tokens=[1])
-        assert at(layer(report, "experts.*.down_proj"), 1)["calls"] == 4
+        one = layer(report, "experts.*.gate_proj+up_proj+down_proj")
+        assert at(one, 1)["weight_bytes"] == one["held"] == 4 * one["bytes"]
         assert "the config does not say how many experts a token takes: all are counted" in report.facts["notes"]
 
     def test_touched(self):

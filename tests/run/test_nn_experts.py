@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import halfbyte as hb
 from gpu_codecs import needs_gpu, needs_triton
 from halfbyte import expert_ops, torch_experts
 from halfbyte.errors import UsageError, WeightError
+from halfbyte.kernels import ExpertsArgs, base, experts_torch
 from halfbyte.nn import Experts, weights_of
 from halfbyte.torch_experts import experts_op, traced
 from halfbyte.weight import Weight
@@ -97,22 +99,23 @@ def graph(monkeypatch):
 
         monkeypatch.setattr(torch.Tensor, name, look)
 
-    def unguarded(name):
-        """Kernels of the CPU look at scales."""
-        own = getattr(expert_ops, name)
+    def unguarded(module, name):
+        """Kernels of the CPU look at scales, and ids are looked at there before a kernel runs."""
+        own = getattr(module, name)
 
-        def product(*args, **options):
+        def called(*args, **options):
             inside.append(name)
             with _disable_current_modes():
                 y = own(*args, **options)
             inside.pop()
             return y
 
-        monkeypatch.setattr(expert_ops, name, product)
+        monkeypatch.setattr(module, name, called)
 
-    monkeypatch.setattr(expert_ops, "capturing", lambda device: True)
-    for name in ("linear", "product"):
-        unguarded(name)
+    monkeypatch.setattr(experts_torch, "capturing", lambda device: True)
+    monkeypatch.setattr(expert_ops, "check_ids", lambda indices, mixture: None)
+    unguarded(experts_torch, "_product")
+    unguarded(base, "odd_scales")
     for name in ("tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__"):
         guarded(name)
     return NoLooks()
@@ -305,8 +308,8 @@ class TestInAGraph:
         given = given[0], given[1] + first, given[2]
         gathered = []
         held = Experts.of(many, activation="relu2", gate_up_bias=biases[0], down_bias=biases[1])
-        taken = expert_ops._taken
-        monkeypatch.setattr(expert_ops, "_taken", lambda *a: gathered.append(1) or taken(*a))
+        taken = experts_torch._taken
+        monkeypatch.setattr(experts_torch, "_taken", lambda *a: gathered.append(1) or taken(*a))
         with graph:
             y = held(*given)
         monkeypatch.undo()
@@ -334,22 +337,30 @@ class TestInAGraph:
     def test_a_call_before_compiles_what_a_graph_needs(self, tokens, monkeypatch):
         """No kernel can be compiled while a graph is captured: those calls are made once, by the shapes of the call."""
         held = Experts.of(layers(3 * E), activation="relu2")
-        stacks = expert_ops.Stacks(gate_up=held.gate_up.packed, down=held.down.packed)
-        hidden, indices, _ = routed(tokens, experts=3 * E)
+        hidden, indices, routing = routed(tokens, experts=3 * E)
+        args = ExpertsArgs(
+            hidden=hidden,
+            indices=indices,
+            weights=routing,
+            gate_up=held.gate_up.packed,
+            down=held.down.packed,
+            gate_up_bias=None,
+            down_bias=None,
+            mixture=held.mixture,
+            out=torch.empty_like(hidden),
+        )
         seen = []
-        for name in ("linear", "product"):
-            own = getattr(expert_ops, name)
-            monkeypatch.setattr(
-                expert_ops, name, lambda *a, own=own, **o: seen.append((own.__name__, len(a[0]))) or own(*a, **o)
-            )
+        own = experts_torch._product
+        monkeypatch.setattr(experts_torch, "_product", lambda x, *a: seen.append(len(x)) or own(x, *a))
         for _ in range(2):
-            expert_ops._ready(hidden, indices, stacks, held.mixture)
-        assert seen == [("compute", 1) if tokens == 1 else ("linear", 7)] * 2  # of gate_up and of down
+            experts_torch._ready(args)
+        assert seen == [tokens] * 2  # of gate_up and of down
         seen.clear()
-        expert_ops._in_graph(hidden, indices, stacks, held.mixture)
-        assert set(seen) == {("compute", 1) if tokens == 1 else ("linear", 7)}
-        expert_ops._ready(hidden.bfloat16(), indices, stacks, held.mixture)
-        assert len(seen) > 2
+        experts_torch._in_graph(args)
+        assert set(seen) == {tokens}
+        seen.clear()
+        experts_torch._ready(replace(args, hidden=hidden.bfloat16(), out=hidden.bfloat16()))
+        assert seen == [tokens] * 2
 
 
 class TestAsAModule:
@@ -389,7 +400,7 @@ class TestAsAModule:
         experts, given, seen = Experts.of(layers(), limit=7.0, padding=True), routed(3), []
         monkeypatch.setattr(torch_experts, "experts_op", lambda *a: seen.append(a))
         held = [(s._key, s.shape, s.held(), None) for s in (experts.gate_up, experts.down)]
-        traced(*given, held, experts.mixture)
+        traced(*given, held, experts.mixture, "exact", None)
         torch.library.opcheck(experts_op, seen[0])
 
 

@@ -1,8 +1,9 @@
 """Transformers models taken apart: the linear layers, norms and rotations that one step of decoding needs.
 
 Taken apart are models of exactly these classes of transformers: LlamaForCausalLM, MistralForCausalLM,
-Qwen2ForCausalLM, Qwen3ForCausalLM and Qwen3MoeForCausalLM, whose mlp is called whole. A model whose modules have
-hooks, or lie on several devices, is left to run as it is.
+MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM and Qwen3MoeForCausalLM. Experts in NVFP4 run with ``route``, a
+dense mixture of experts is called as it is. A model whose modules have hooks, or lie on several devices, is left to
+run as it is.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ try:
 except ImportError:
     raise MissingExtraError("torch", "torch", "halfbyte.generate") from None
 
-from halfbyte.decoder.product import Product, join, product
+from halfbyte.decoder.product import Product, join, product, routed
 
 FAMILIES: Final = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "MixtralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
+WINDOWED: Final = ("MistralForCausalLM", "MixtralForCausalLM")
+"""Those whose config alone says how many positions attention sees."""
 ROTATIONS: Final = ("default", "linear", "llama3", "yarn")
 """Types of rope whose angles depend on the position alone."""
 ACTIVATIONS: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
@@ -237,7 +241,7 @@ def _take_apart(model: Module, seen: tuple[Any, ...]) -> Decoder:
 
 def _layer(layer: Any, family: str) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    window = attention.config.sliding_window if family == "MistralForCausalLM" else None
+    window = attention.config.sliding_window if family in WINDOWED else None
     whole = not hasattr(mlp, "gate_proj")
     return Layer(
         before=_norm(layer.input_layernorm),
@@ -248,7 +252,7 @@ def _layer(layer: Any, family: str) -> Layer:
         o=product([attention.o_proj]),
         after=_norm(layer.post_attention_layernorm),
         gate_up=None if whole else product([mlp.gate_proj, mlp.up_proj]),
-        down=_whole(mlp) if whole else product([mlp.down_proj]),
+        down=(routed(mlp) or _whole(mlp)) if whole else product([mlp.down_proj]),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,7 +12,11 @@ from torch.nn.functional import linear as dense_linear
 
 from halfbyte import nn, ops
 from halfbyte.layouts import Packed
+from halfbyte.route_op import route
 from halfbyte.step_ops import dense
+
+ROUTERS: Final = ("Qwen3MoeTopKRouter", "MixtralTopKRouter")
+"""Classes of transformers that choose by a softmax of all logits; the mlp does nothing beside its experts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +63,25 @@ def product(modules: Sequence[Any]) -> Product:
             lambda x: ops.linear(x, packed, bias, out_dtype=to, precision=precision), packed if plain else None, bias
         )
     return Product(module)
+
+
+def routed(mlp: Any) -> Product | None:
+    """The mlp of a mixture of experts in NVFP4, whose router ``ROUTERS`` knows; None of others.
+
+    Routing weights stay float32, where Qwen3-MoE's own router rounds them.
+    """
+    router: Any = getattr(mlp, "gate", None)
+    experts = getattr(mlp, "experts", None)
+    if type(router).__name__ not in ROUTERS or not isinstance(experts, nn.Experts):
+        return None
+    logits, top = _dense(router.weight.detach(), None), router.top_k
+    renormalize = getattr(router, "norm_topk_prob", True)
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = experts(x, *route(logits(x), top, renormalize=renormalize))
+        return y
+
+    return Product(run)
 
 
 def _group(modules: Sequence[Any]) -> nn.Group | None:

@@ -6,7 +6,21 @@ import os
 from typing import Any
 
 from halfbyte.errors import NoKernelError, UsageError
-from halfbyte.kernels import attention, dense, embedding, fp8, gated, int8, normed, pick, reference, step_torch
+from halfbyte.kernels import (
+    attention,
+    dense,
+    embedding,
+    experts_torch,
+    fp8,
+    gated,
+    grouped,
+    int8,
+    normed,
+    pick,
+    reference,
+    routing,
+    step_torch,
+)
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.cpu import dense as cpu_dense
@@ -19,6 +33,7 @@ from halfbyte.kernels.cuda import (
     columns,
     decode,
     decode_gluon,
+    experts_decode,
     fp8_gluon,
     gemm,
     gemm_gluon,
@@ -26,17 +41,21 @@ from halfbyte.kernels.cuda import (
 )
 from halfbyte.kernels.cuda import embedding as cuda_embedding
 from halfbyte.kernels.cuda import pick as cuda_pick
+from halfbyte.kernels.cuda import routing as cuda_routing
 from halfbyte.kernels.cuda import step as cuda_step
 from halfbyte.kernels.dense import DenseArgs
 from halfbyte.kernels.descriptors import TensorDesc
 from halfbyte.kernels.embedding import EmbeddingArgs, EmbeddingCall
+from halfbyte.kernels.experts import ExpertsArgs, ExpertsCall
 from halfbyte.kernels.fmha_llm import FmhaV2Llm, LlmFmha, LlmFmhaPaged
 from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
 from halfbyte.kernels.gated import GatedArgs
+from halfbyte.kernels.grouped import GroupedArgs, GroupedCall
 from halfbyte.kernels.int8 import Int8Args, Int8Call
 from halfbyte.kernels.normed import NormedArgs
 from halfbyte.kernels.pick import PickArgs
+from halfbyte.kernels.routing import RouteArgs
 from halfbyte.kernels.step import AddNormArgs, AttendArgs, GateArgs
 
 KERNELS: tuple[Kernel[Any, Any], ...] = (
@@ -58,6 +77,9 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     gated.COMPOSED,
     decode_gluon.NORMED,
     normed.COMPOSED,
+    experts_decode.GLUON,
+    experts_torch.LOOP,
+    grouped.LOOP,
     cuda_step.ADD_NORM,
     attend_gluon.GLUON,
     cuda_step.ATTEND,
@@ -66,6 +88,8 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     dense.TORCH,
     cuda_pick.TRITON,
     pick.TORCH,
+    cuda_routing.TRITON,
+    routing.TORCH,
     cpu_step.ADD_NORM,
     cpu_step.ATTEND,
     cpu_step.GATE,
@@ -102,12 +126,16 @@ __all__ = [
     "DenseArgs",
     "EmbeddingArgs",
     "EmbeddingCall",
+    "ExpertsArgs",
+    "ExpertsCall",
     "FmhaV2Llm",
     "FmhaV2Vit",
     "Fp8Args",
     "Fp8Call",
     "GateArgs",
     "GatedArgs",
+    "GroupedArgs",
+    "GroupedCall",
     "Int8Args",
     "Int8Call",
     "Kernel",
@@ -116,6 +144,7 @@ __all__ = [
     "LlmFmhaPaged",
     "NormedArgs",
     "PickArgs",
+    "RouteArgs",
     "TensorDesc",
     "VitFmha",
     "forced",

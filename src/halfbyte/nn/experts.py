@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfbyte.errors import UsageError, WeightError
+from halfbyte.errors import HalfbyteError, UsageError, WeightError
 from halfbyte.expert_ops import Mixture, Stacks, compute
-from halfbyte.layouts import Layout, Packed
-from halfbyte.nn.base import Holder, Quantized, as_bias, kernel_for_one, without_data
+from halfbyte.forms import ExpertsForm, Form
+from halfbyte.kernels import ExpertsCall
+from halfbyte.kernels.base import capability
+from halfbyte.kernels.experts import ORDERS, PRECISIONS, check_stacks
+from halfbyte.kernels.experts_torch import chosen
+from halfbyte.layouts import Layout, Packed, Rows
+from halfbyte.nn.base import Holder, Quantized, as_bias, as_dtype, dtype_for, without_data
+from halfbyte.numerics import is_torch
 from halfbyte.operands import as_packed
 from halfbyte.ops import pack
 from halfbyte.torch_experts import traced
@@ -19,17 +26,37 @@ from halfbyte.weight import Fp8Weight, Weight
 
 
 class Stack(Holder):
-    """One weight of all experts, (E, N, K), with its bias (E, N)."""
+    """One weight of all experts, (E, N, K), with its bias (E, N).
+
+    Args:
+        packed: the weight.
+        bias: its own, or None.
+        order: of its rows, where they are gate and up, as of Experts.
+    """
 
     bias: torch.nn.Parameter | None
 
-    def __init__(self, packed: Packed, bias: Any) -> None:
+    def __init__(self, packed: Packed, bias: Any, order: str = ORDERS[0]) -> None:
         super().__init__(packed)
+        self._order = order
         self.register_parameter("bias", as_bias(bias, self.shape[:-1]))
 
     def weights(self) -> Iterator[tuple[str, Weight | Fp8Weight]]:
         """Nothing: the Experts give each expert's layers."""
         return iter(())
+
+    def get_extra_state(self) -> Tensor:
+        """As of every Holder, and the order of gate and up where it is not the usual one."""
+        return _as_state(self._state())
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """UsageError if a state dict's layout or order is not this module's."""
+        held = bytes(state.tolist()).decode()
+        if held != self._state():
+            raise UsageError("the state dict holds another layout", got=held, expected=self._state())
+
+    def _state(self) -> str:
+        return self._key if self._order == ORDERS[0] else f"{self._key}, {self._order}"
 
     def extra_repr(self) -> str:
         """Shape and layout."""
@@ -38,27 +65,33 @@ class Stack(Holder):
 
 
 class Experts(Quantized):
-    """The gated MLPs of a mixture of experts; ``halfbyte.expert_ops`` states what is computed.
+    """The MLPs of a mixture of experts; ``halfbyte.kernels.experts`` states what is computed.
 
     A token's result is the sum of its experts', each times its routing weight, in float32 in the order of its slots:
-    the same bits in every run. Experts that another rank holds are null: a token that is routed to one raises. Inside a
-    CUDA graph nothing can be raised: there the token's result is NaN, and the same goes for ids that name no expert.
+    the same bits in every run. Experts that another rank holds are null.
 
-    On a GPU outside of CUDA graphs a call waits once for the device, to learn how many tokens each expert has. While a
-    graph is captured it does not: every expert computes all tokens, or each slot's expert is copied first where that
-    moves less.
+    On the CPU a call refuses ids that name no expert, and null experts. On a GPU nothing waits for the device: the
+    results of such a token are NaN, and a later call on that GPU raises what this one could not; no call does while a
+    CUDA graph is captured. Layouts that only ``experts-loop`` reads are slower there: it waits once for how many tokens
+    each expert has, and in a graph every expert computes all tokens, or each slot's expert is copied first.
 
     Args:
-        gate_up: (E, 2I, H), the experts held here.
+        gate_up: (E, 2I, H), the experts held here; (E, I, H) without a gate.
         down: (E, H, I).
         activation: "silu", "gelu", "gelu_tanh", "relu2", or "swigluoai": (up + 1) * gate * sigmoid(1.702 * gate).
         limit: gate is at most this and up within plus or minus it before the activation; None for no limit.
         gate_up_order: of the rows of gate_up: "concatenated" (gate first), "up_first" or "interleaved" (gate even).
-        gate_up_bias: (E, 2I), or None.
+            Of a Weight, and of what is packed as rows, the rows are put in the first order once, and held so.
+        gate_up_bias: (E, 2I) or (E, I), in the order of the rows; or None.
         down_bias: (E, H), or None.
         experts: how many there are with those that other ranks hold; by default E.
         local: the numbers, ascending, of the experts held here; by default 0..E-1.
         padding: whether ids that name no expert, such as -1, are skipped; else they are refused.
+        gated: whether there is a gate; without one the activation is of up alone.
+        null: "refuse" tokens that are routed to null experts, or "skip" those slots.
+        precision: "exact", or "fp8" to allow that activations and weights are rounded as ``linear`` does in FP8: on a
+            GPU where a kernel does so and is faster, elsewhere always.
+        out_dtype: of the result, float32; by default that of the activations.
 
     Raises:
         UsageError: stacks that do not fit each other, an unknown activation or order, a bias that does not fit.
@@ -72,62 +105,65 @@ class Experts(Quantized):
         *,
         activation: str = "silu",
         limit: float | None = None,
-        gate_up_order: str = "concatenated",
+        gate_up_order: str = ORDERS[0],
         gate_up_bias: Any = None,
         down_bias: Any = None,
         experts: int | None = None,
         local: Sequence[int] | None = None,
         padding: bool = False,
+        gated: bool = True,
+        null: str = "refuse",
+        precision: str = "exact",
+        out_dtype: Any = None,
     ) -> None:
         super().__init__()
-        one, two = as_packed(gate_up), as_packed(down)
-        if len(one.shape) != 3 or len(two.shape) != 3:
-            raise UsageError("Experts hold two stacks", got=f"{one.shape} and {two.shape}", expected="(E, N, K) each")
-        count, hidden, inner = two.shape
-        if one.shape != (count, 2 * inner, hidden):
-            raise UsageError("gate_up does not fit down", got=one.shape, expected=(count, 2 * inner, hidden))
-        numbers = tuple(range(count)) if local is None else tuple(int(e) for e in local)
-        if len(numbers) != count:
-            raise UsageError(
-                "the numbers of the experts do not fit the stacks", got=numbers, expected=f"{count} of them"
-            )
-        self.mixture = Mixture(
+        count = down.shape[0]
+        mixture = Mixture(
             activation=activation,
             limit=limit,
             gate_up_order=gate_up_order,
             experts=count if experts is None else experts,
-            local=numbers,
+            local=tuple(range(count)) if local is None else tuple(int(e) for e in local),
             padding=padding,
+            gated=gated,
+            null=null,
         )
-        self.num_experts, self.hidden_size, self.intermediate_size = self.mixture.experts, hidden, inner
-        self.gate_up, self.down = Stack(one, gate_up_bias), Stack(two, down_bias)
+        check_stacks(gate_up.shape, down.shape, mixture)
+        if precision not in PRECISIONS:
+            raise UsageError("unknown precision", got=repr(precision), expected=" or ".join(PRECISIONS))
+        bias = as_bias(gate_up_bias, gate_up.shape[:-1])
+        gate_up, bias, order = _in_order(gate_up, bias, gate_up_order)
+        self.mixture = replace(mixture, gate_up_order=order)
+        self.precision, self.out_dtype = precision, None if out_dtype is None else as_dtype(out_dtype, "out_dtype")
+        self.num_experts, (_, self.hidden_size, self.intermediate_size) = self.mixture.experts, down.shape
+        self.gate_up, self.down = Stack(as_packed(gate_up), bias, order), Stack(as_packed(down), down_bias)
 
     @classmethod
-    def of(
-        cls,
-        layers: Sequence[tuple[Weight, Weight, Weight]],
-        layout: Layout | str = "rows",
-        **options: Any,
-    ) -> Experts:
+    def of(cls, layers: Sequence[Sequence[Weight]], layout: Layout | str = "rows", **options: Any) -> Experts:
         """The experts of (gate, up, down) each: no bit of any changes, and different scale2 become per-row.
 
         Args:
-            layers: one for each expert; three ``Weight.null`` for one that another rank holds.
+            layers: one for each expert, (up, down) where ``gated`` is False; all ``Weight.null`` for one that another
+                rank holds.
             layout: a Layout or its key.
-            options: ``activation``, ``limit`` and ``padding``, and biases of the experts held here.
+            options: of the constructor, and biases of the experts held here.
 
         Raises:
+            UsageError: another number of layers.
             WeightError: no expert that is not null, one that is null in part, or weights that do not fit.
             LayoutError: a shape or value that the layout cannot hold.
         """
-        for e, three in enumerate(layers):
-            if len({weight.is_null for weight in three}) > 1:
+        needed = 3 if options.get("gated", True) else 2
+        for e, own in enumerate(layers):
+            if len(own) != needed:
+                raise UsageError(f"expert {e} has other layers", got=len(own), expected=f"{needed} of them")
+            if len({weight.is_null for weight in own}) > 1:
                 raise WeightError(f"expert {e} is null in part")
-        local = [e for e, three in enumerate(layers) if not three[0].is_null]
+        local = [e for e, own in enumerate(layers) if not own[0].is_null]
         if not local:
             raise WeightError("all experts are null", got=f"{len(layers)} experts")
-        gate_up = Weight.stack([Weight.concat(layers[e][:2], policy="exact") for e in local])
-        down = Weight.stack([layers[e][2] for e in local])
+        gate_up = Weight.stack([Weight.concat(layers[e][:-1], policy="exact") for e in local])
+        down = Weight.stack([layers[e][-1] for e in local])
         return cls(pack(gate_up, layout), pack(down, layout), experts=len(layers), local=local, **options)
 
     @classmethod
@@ -144,7 +180,8 @@ class Experts(Quantized):
     ) -> Experts:
         """Experts without data, to be filled by ``load_state_dict``; ``per_row`` is about gate_up."""
         of: dict[str, Any] = {"input_scale": False, "pre_scale": False, "device": device}
-        gate_up = without_data(layout, (experts, 2 * intermediate, hidden), per_row=per_row, **of)
+        rows = (2 if options.get("gated", True) else 1) * intermediate
+        gate_up = without_data(layout, (experts, rows, hidden), per_row=per_row, **of)
         down = without_data(layout, (experts, hidden, intermediate), per_row=False, **of)
         return cls(gate_up, down, **options)
 
@@ -163,30 +200,97 @@ class Experts(Quantized):
         one, two = self.gate_up, self.down
         if torch.compiler.is_compiling():
             held = [(s._key, s.shape, s.held(), s._parameters["bias"]) for s in (one, two)]
-            return traced(hidden, indices, weights, held, self.mixture)
-        stacks = Stacks(gate_up=one.packed, down=two.packed, gate_up_bias=one.bias, down_bias=two.bias)
-        return compute(hidden, indices, weights, stacks, self.mixture)
+            return traced(hidden, indices, weights, held, self.mixture, self.precision, self.out_dtype)
+        biases = one._parameters["bias"], two._parameters["bias"]
+        stacks = Stacks(gate_up=one.packed, down=two.packed, gate_up_bias=biases[0], down_bias=biases[1])
+        of = self.mixture, self.precision, self.out_dtype
+        return compute(hidden, indices, weights, stacks, of[0], precision=of[1], out_dtype=of[2])
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
         """Each expert's layers, such as ("7.up_proj", weight), one expert unpacked at a time."""
         for place, e in enumerate(self.mixture.local):
             both: Any = self.gate_up.packed.expert(place).unpack()
-            gate, up = _halves(both, self.mixture.gate_up_order)
+            if self.mixture.gated:
+                gate, both = _halves(both, self.mixture.gate_up_order)
+                yield f"{e}.gate_proj", gate
+            yield f"{e}.up_proj", both
             down: Any = self.down.packed.expert(place).unpack()
-            yield f"{e}.gate_proj", gate
-            yield f"{e}.up_proj", up
             yield f"{e}.down_proj", down
 
+    def form(self, top: int) -> ExpertsForm:
+        """What decides which kernel runs where a token has ``top`` experts, for ``halfbyte.plan``."""
+        gate_up, down = (
+            Form(
+                shape=stack.shape,
+                layout=stack.layout,
+                per_row=stack.held()["scale2"].shape[-2] != 1,
+                pre_scale="pre_scale" in stack.held(),
+                bias=stack.bias is not None,
+            )
+            for stack in (self.gate_up, self.down)
+        )
+        return ExpertsForm(gate_up=gate_up, down=down, mixture=self.mixture, top=top)
+
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows of them; the kernel is that for one token of one expert."""
+        """What ``print(model)`` shows of them; the kernel is that for one token."""
         m = self.mixture
         held = "" if len(m.local) == m.experts else f", {len(m.local)} held here"
         limit = "" if m.limit is None else f", limit={m.limit}"
-        kernel = kernel_for_one(self.gate_up.packed.expert(0)) if m.local else "no kernel: no experts"
+        how = f"gate_up={m.gate_up_order}" if m.gated else "no gate"
+        precision = "" if self.precision == "exact" else f", precision={self.precision}"
         return (
             f"experts={m.experts}{held}, hidden={self.hidden_size}, intermediate={self.intermediate_size}, "
-            f"activation={m.activation}{limit}, gate_up={m.gate_up_order}, layout={self.layout.key}, kernel={kernel}"
+            f"activation={m.activation}{limit}, {how}{precision}, layout={self.layout.key}, kernel={self._kernel()}"
         )
+
+    def _kernel(self) -> str:
+        one, two = self.gate_up.packed, self.down.packed
+        device: torch.device = one.buffers()["scale2"].device
+        if device.type == "meta":
+            return "no kernel: no data yet"
+        if not self.mixture.local:
+            return "no kernel: no experts"
+        call = ExpertsCall.of(
+            one,
+            two,
+            self.mixture,
+            rows=1,
+            top=1,
+            dtype=dtype_for(self.layout, device),
+            device=device.type,
+            bias=self.gate_up.bias is not None,
+            down_bias=self.down.bias is not None,
+            precision=self.precision,
+            capability=capability(device.index) if device.type == "cuda" else 0,
+        )
+        try:
+            return chosen(call)[0].name
+        except HalfbyteError as error:
+            return f"no kernel: {str(error).rpartition('the nearest is ')[2]}"
+
+
+def _in_order(
+    gate_up: Packed | Weight, bias: torch.nn.Parameter | None, order: str
+) -> tuple[Packed | Weight, torch.nn.Parameter | None, str]:
+    """Gate_up with its gates first, where that is only a copy of rows; and the order that it is in then."""
+    rows = isinstance(gate_up, Weight) or (isinstance(gate_up.layout, Rows) and not _is_meta(gate_up))
+    if order == ORDERS[0] or not rows:
+        return gate_up, bias, order
+    weight: Any = gate_up if isinstance(gate_up, Weight) else gate_up.unpack()
+    at = torch.arange(weight.n)
+    moved = torch.cat([at[::2], at[1::2]]) if order == "interleaved" else at.roll(weight.n // 2)
+    made = weight.permute_rows(moved if is_torch(weight.codes) else moved.numpy())
+    if bias is not None:
+        bias = torch.nn.Parameter(bias.detach()[:, moved.to(bias.device)], requires_grad=False)
+    return made, bias, ORDERS[0]
+
+
+def _is_meta(packed: Packed) -> bool:
+    return bool(getattr(packed.buffers()["scale2"], "is_meta", False))
+
+
+def _as_state(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
 
 def _halves(both: Weight, order: str) -> tuple[Weight, Weight]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any, Final
 
 from halfbyte.checkpoint.reader import Checkpoint, open_checkpoint, without_collection
 from halfbyte.errors import HalfbyteError, LayoutError, NoKernelError, UnavailableError, UsageError
 from halfbyte.findings import Report
-from halfbyte.forms import Form
+from halfbyte.forms import ExpertsForm, Form
 from halfbyte.layouts import parse
 from halfbyte.modules import refuse_broken
 from halfbyte.plans import Plan, ceiling, least
@@ -21,6 +23,9 @@ TOKENS: Final = (1, 16, 512)
 PRECISIONS: Final = ("exact", "int8", "fp8")
 DTYPES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Of activations, and bytes of a value."""
+ACTIVATIONS: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+"""A config's name of an activation -> that of ``halfbyte.nn.Experts``."""
+DOWN: Final = ("down_proj", "w2")
 
 
 @without_collection()
@@ -72,7 +77,7 @@ def plan(
                 hint="halfbyte quantize makes an NVFP4 checkpoint of a dense one",
             )
         planner = _Planner(checkpoint, listed, device, precision, dtype, layout)
-        layers = [layer for layer in (planner.layer(one, counts) for one in planner.run) if layer]
+        layers = [layer for layer in (planner.layer(*ones, counts=counts) for ones in planner.paired()) if layer]
         steps = [planner.step(layers, i, count) for i, count in enumerate(counts)]
         facts: dict[str, Any] = {
             "path": str(checkpoint.path),
@@ -168,9 +173,6 @@ class _Planner:
                 self.notes.append("the config does not say how many experts a token takes: all are counted")
             else:
                 self.notes.append(f"a token takes {self.taken} experts, each of them as likely as any other")
-            if self.kind == "cuda":
-                graph = "every expert computes all tokens, or those asked are copied first"
-                self.notes.append(f"in a CUDA graph experts take longer than is told here: {graph}")
         if self.kind != "cuda":
             self.notes.append("how long products take is told for GPUs that were measured alone")
 
@@ -188,10 +190,77 @@ class _Planner:
             error.tensor = one.name
             raise
 
-    def layer(self, one: Product, counts: list[int]) -> dict[str, Any] | None:
+    def paired(self) -> list[tuple[Product, ...]]:
+        """What runs as one: each product, but of experts in NVFP4 both, where they fit each other."""
+        stacks: dict[str, dict[bool, Product]] = defaultdict(dict)
+        for one in self.run:
+            if one.experts and one.kind == "nvfp4" and self.precision != "int8":
+                parent, _, part = one.name.rpartition(".")
+                stacks[parent][part in DOWN] = one
+        pairs = [(own[False], own[True]) for own in stacks.values() if len(own) == 2 and _fit(own[False], own[True])]
+        first = {id(both): (both, down) for both, down in pairs}
+        rest = {id(down) for _, down in pairs}
+        return [first.get(id(one), (one,)) for one in self.run if id(one) not in rest]
+
+    def _mixture(self, both: Product, down: Product) -> ExpertsForm:
+        gated = both.shape[0] == 2 * down.shape[1]
+        named = next((self.config[key] for key in ("hidden_act", "mlp_hidden_act") if key in self.config), "silu")
+        activation = "swigluoai" if self.config.get("model_type") == "gpt_oss" else ACTIVATIONS.get(named, "silu")
+        experts, hidden = both.experts or 0, both.shape[1]
+        of: dict[str, Any] = {"top": min(self.taken or experts, experts), "activation": activation, "gated": gated}
+        one, two = (replace(form, shape=(experts, *form.shape)) for form in (self._form(both), self._form(down)))
+        return replace(ExpertsForm.of(experts, hidden, down.shape[1], **of), gate_up=one, down=two)
+
+    def _experts(self, both: Product, down: Product, counts: list[int]) -> dict[str, Any]:
+        """One entry of "layers" for gate, up and down of all experts, which are one call."""
+        form = self._mixture(both, down)
+        experts, each = both.experts or 1, form.nbytes // (both.experts or 1)
+        plans = []
+        for count in counts:
+            asked = both.count * touched(experts, form.top, count)
+            found = self._call_experts(both, form, count)
+            seconds = found["expected"] if found["expected"] is not None else found["least"]
+            plans.append(
+                {"tokens": count, "rows": count, "calls": both.count}
+                | found
+                | {
+                    "seconds": None if seconds is None else both.count * seconds,
+                    "weight_bytes": round(asked * each),
+                }
+            )
+        return {
+            "name": f"{both.name}+{down.name.rpartition('.')[2]}",
+            "role": "experts",
+            "kind": both.kind,
+            "shape": [*both.shape, down.shape[1]],
+            "count": both.count,
+            "experts": experts,
+            "layout": form.gate_up.placed.key,
+            "bytes": each,
+            "held": form.nbytes * both.count,
+            "plans": plans,
+        }
+
+    def _call_experts(self, one: Product, form: ExpertsForm, count: int) -> dict[str, Any]:
+        if self.library == "numpy":
+            return _nothing("experts take torch tensors")
+        how: dict[str, Any] = {"rows": count, "dtype": self.dtype, "device": self.device, "precision": self.precision}
+        try:
+            made = plan_call("experts", form, **how)
+        except NoKernelError as error:
+            self.notes.append(f"{one.name}: {error.message}")
+            return _nothing(error.message)
+        if made.kernel == "experts-loop" and self.kind == "cuda":
+            graph = "every expert computes all tokens, or those asked are copied first"
+            self.notes.append(f"experts-loop waits for the routing; in a CUDA graph it takes longer: {graph}")
+        return _told(made)
+
+    def layer(self, one: Product, down: Product | None = None, *, counts: list[int]) -> dict[str, Any] | None:
         """One entry of "layers"; None for what no kernel runs."""
         if one.kind not in ("dense", "nvfp4", "fp8"):
             return None
+        if down is not None:
+            return self._experts(one, down, counts)
         form = self._form(one) if one.kind != "dense" else None
         held = form.nbytes if form else one.values * one.shape[0] * one.shape[1]
         each = one.count * (one.experts or 1)
@@ -278,6 +347,7 @@ class _Planner:
             role, kind = layer["role"], layer["kind"]
             kinds[role if role in ("head", "embedding") else kind] += layer["held"]
         planned = {layer["name"] for layer in layers}
+        planned |= {one.name for ones in self.paired() if len(ones) > 1 for one in ones}
         for one in self.listed:
             if one.name not in planned:
                 kinds["embedding" if one.role == "embedding" else "other"] += one.stored
@@ -292,6 +362,13 @@ class _Planner:
             "scratch": max((one["scratch_bytes"] for layer in layers for one in layer["plans"]), default=0),
             "cache_of_1000_tokens": cache_bytes(self.config, 1000, DTYPES[self.dtype]),
         }
+
+
+def _fit(both: Product, down: Product) -> bool:
+    """Whether two products are those of the same experts."""
+    (n, hidden), (out, inner) = both.shape, down.shape
+    alike = both.experts == down.experts and both.count == down.count
+    return alike and out == hidden and n in (inner, 2 * inner)
 
 
 def _library(notes: list[str]) -> str:

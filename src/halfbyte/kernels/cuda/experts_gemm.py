@@ -1,0 +1,314 @@
+"""``experts`` for many slots an expert on Hopper, layout ``fragments``: decoded weights are wgmma's first operand.
+
+A tile is 128 features of each of the ``consumers`` and a block of ``slots`` of one expert; with a gate 64 of them are
+gates and 64 the ups that belong to them, so that the activation is of what a thread holds. Programs stay on their
+multiprocessor and take tiles in turn, of as many blocks as the lists have. Rows of activations are copied from where
+they are, and results stored where slots are: nothing is sorted but numbers.
+
+Sums run along K in one order, as of ``gluon-gemm``: a slot's results depend on no other slot. What routing there is, is
+known only when the kernel ahead is over; see ``halfbyte.kernels.cuda.experts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from halfbyte.arrays import dtype_name
+from halfbyte.kernels.base import Kernel
+from halfbyte.kernels.cuda import experts
+from halfbyte.kernels.cuda.experts import Layer, slots_each
+from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT, decode_code, scales_code
+from halfbyte.kernels.cuda.gemm_gluon import BESIDE, GROUP, REGISTERS, SHARED, STAGES, multiprocessors
+from halfbyte.kernels.cuda.launch import Program, boxes, program
+from halfbyte.kernels.cuda.lists import most_blocks
+from halfbyte.kernels.experts import ExpertsArgs, ExpertsCall, experts_cost
+from halfbyte.layouts.fragments import FACTOR
+
+NAME: Final = "gluon-experts-gemm"
+HALF: Final = 64
+"""Features of a half of a consumer's."""
+STAGED: Final = 8192
+"""Bytes of results of a consumer that are in shared memory at a time."""
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """How a product runs.
+
+    Args:
+        consumers: warpgroups that decode and multiply 128 features each, 1 or 2.
+        slots: of a block: 16, 32, 64 or 128.
+        low: as many are multiplied where a block has no more; 0 where it is always all.
+        units: of 64 k of a step: 1, 2 or 4.
+        programs: of a multiprocessor.
+        copiers: warps that copy rows, 1 or 4.
+        producer: registers of their threads.
+    """
+
+    consumers: int = 2
+    slots: int = 32
+    low: int = 0
+    units: int = 2
+    programs: int = 1
+    copiers: int = 4
+    producer: int = 40
+    small: bool = False
+    mid: int = 0
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of each thread at the start, and of a consumer's threads then."""
+        threads = GROUP * (self.consumers + 1)
+        first = min(REGISTERS // self.programs // threads // 8 * 8, 248)
+        then = (first * threads - self.producer * GROUP) // (GROUP * self.consumers) // 8 * 8
+        return first, min(then, 240)
+
+    @property
+    def stage(self) -> int:
+        """Bytes of a stage."""
+        return self.units * (self.consumers * 8 * 576 + self.slots * 128)
+
+    def height(self, size: int) -> int:
+        """Slots that are stored at a time, of elements of so many bytes."""
+        return min(self.slots, STAGED // (HALF * size))
+
+    def stages(self, size: int) -> int:
+        """Of the ring: as many as fit beside results of so many bytes."""
+        room = SHARED // self.programs - 1024 - BESIDE - self.consumers * self.height(size) * HALF * size
+        return min(STAGES, room // self.stage)
+
+    def tiles(self, features: int, *, gated: bool) -> int:
+        """Of a block, for so many results."""
+        return -(-features // (self.consumers * (HALF if gated else 2 * HALF)))
+
+
+@dataclass(frozen=True)
+class ExpertsGemm:
+    """How both run; their blocks are of one size.
+
+    Args:
+        first: gate_up.
+        second: down.
+    """
+
+    first: Grouped
+    second: Grouped
+
+
+SIXTEEN: Final = Grouped(1, 16, 0, 4, 3, 1, 32)
+THIRTY_TWO: Final = Grouped(2, 32, 0, 2, 2, 4, 32)
+SIXTY_FOUR: Final = Grouped(2, 64, 32, 2, 1, 4, 40)
+MANY: Final = Grouped(2, 128, 64, 2, 1, 4, 48)
+CONFIGURATIONS: Final = tuple(ExpertsGemm(made, made) for made in (SIXTEEN, THIRTY_TWO, SIXTY_FOUR, MANY))
+"""Those that are tested."""
+MOST: Final = (10.0, 24.0, 80.0)
+"""Slots of an expert, on average, that each but the last of them is for, at the most; measured on an H200."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product, as the device code sees it.
+
+    Args:
+        features: N, of gate and up together.
+        k: K.
+        gated: half of the features are gates.
+        activation: of ``halfbyte.kernels.experts``, or None.
+        limit: of gate and up, or None.
+        up_first: ups come before gates.
+        dtype: of activations.
+        out_dtype: of results.
+        per_row: scale2 differs by feature.
+        bias: the dtype of the bias, or None.
+        early: weights are asked for before the kernel ahead is over, which lists are older than.
+    """
+
+    features: int
+    k: int
+    gated: bool
+    activation: str | None
+    limit: float | None
+    up_first: bool
+    dtype: str
+    out_dtype: str
+    per_row: bool
+    bias: str | None
+    early: bool
+
+    @property
+    def results(self) -> int:
+        """Features of its results."""
+        return self.features // 2 if self.gated else self.features
+
+
+def both(call: ExpertsCall, biases: tuple[str | None, str | None]) -> tuple[Product, Product]:
+    """gate_up and down of a call."""
+    mixture, dtype = call.mixture, call.dtype
+    up_first = mixture.gate_up_order == "up_first"
+    first = Product(
+        call.shape[-2], call.shape[-1], mixture.gated, mixture.activation, mixture.limit, up_first, dtype, dtype,
+        call.per_row, biases[0], False,
+    )  # fmt: skip
+    second = Product(
+        call.shape[-1], call.inner, False, None, None, False, dtype, "float32", call.down_per_row, biases[1], True
+    )
+    return first, second
+
+
+def signature(made: Grouped, product: Product) -> dict[str, str]:
+    """The types of the device code's arguments."""
+    return {
+        "codes_map": boxes("i32", (4, 8 * made.units, 16), 64),
+        "scales_map": boxes("i32", (4, 16 * made.units), 0),
+        "x": f"*{TYPES[product.dtype]}:16",
+        "out": f"*{TYPES[product.out_dtype]}:16",
+        "scale2": "*fp32",
+        "bias": f"*{TYPES[product.bias or 'float32']}",
+        **dict.fromkeys(("blocks", "slots", "count"), "*i32:16"),
+        "N": "i32:16",
+        "K": "i32:16",
+        **dict.fromkeys(("along_n", "steps", "share"), "i32"),
+    }
+
+
+def constants(made: Grouped, product: Product) -> dict[str, Any]:
+    """The constants of the device code."""
+    size = _size(product.out_dtype)
+    return {
+        "C": made.consumers,
+        "U": made.units,
+        "NB": made.slots,
+        "LOW": made.low,
+        "STAGES": made.stages(size),
+        "HEIGHT": made.height(size),
+        "REGISTERS": made.registers[1],
+        "PRODUCER": made.producer,
+        "COPIERS": made.copiers,
+        "GATED": product.gated,
+        "EARLY": product.early,
+        "EVEN": product.k % (UNIT * made.units) == 0,
+        "PER_ROW": product.per_row,
+        "BIAS": product.bias is not None,
+        "ACTIVATION": product.activation,
+        "LIMIT": product.limit,
+        "UP_FIRST": product.up_first,
+        "DECODE": decode_code(product.dtype),
+        "SCALES": scales_code(product.dtype),
+        "FACTOR": FACTOR,
+        "SMALL": made.small,
+        "MID": made.mid,
+    }
+
+
+def options(made: Grouped) -> dict[str, Any]:
+    """What else decides the machine code, as arguments of ``program``."""
+    return {} if made.programs == 1 else {"maxnreg": made.registers[0]}
+
+
+def _size(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+def configure(call: ExpertsCall) -> ExpertsGemm:
+    """The configuration for a call."""
+    each = slots_each(call)
+    return CONFIGURATIONS[sum(each > most for most in MOST)]
+
+
+def configurations(call: ExpertsCall) -> tuple[ExpertsGemm, ...]:
+    """Those that can pay."""
+    return CONFIGURATIONS
+
+
+def refuse(call: ExpertsCall) -> tuple[str, ...]:
+    """Why it declines a call."""
+    reasons = list(experts.refuse(call))
+    if call.precision != "exact":
+        reasons.append(f"computes exactly, not in {call.precision}")
+    return tuple(reasons)
+
+
+def bind_product(
+    made: Grouped, product: Product, stack: Any, bias: Any, slots: int, device: Any
+) -> Callable[[int, int, tuple[int, ...], int], None]:
+    """What launches a product, its stack and bias given.
+
+    Args:
+        made: how.
+        product: which.
+        stack: (E, N, K) Packed.
+        bias: (E, N), or None.
+        slots: there are so many.
+        device: of torch's, with an index.
+
+    Returns:
+        A function of the addresses of x and out, of blocks, slots and count, and of how many slots share a row of x.
+    """
+    run = compiled(made, product, device)
+    buffers = stack.buffers()
+    count, n, k = stack.shape
+    units = -(-k // UNIT)
+    codes = run.tensor(0, buffers["codes"].data_ptr(), (count * n // TILE, 8 * units, 16))
+    scales = run.tensor(1, buffers["scales"].data_ptr(), (count * n // TILE, 16 * units))
+    scale2 = buffers["scale2"].data_ptr()
+    added = None if bias is None else bias.data_ptr()
+    along = made.tiles(product.results, gated=product.gated)
+    steps = -(-k // (UNIT * made.units))
+    most = most_blocks(slots, count, made.slots) * along
+    grid = (min(multiprocessors(device.index) * made.programs, most), 1, 1)
+
+    def launch(x: int, out: int, lists: tuple[int, ...], share: int) -> None:
+        run(grid, (codes, scales, x, out, scale2, added, *lists, n, k, along, steps, share))
+
+    return launch
+
+
+def compiled(made: Grouped, product: Product, device: Any) -> Program:
+    """The program of a product."""
+    from halfbyte.kernels.cuda.experts_gemm_code import experts as code
+
+    return program(
+        code, signature(made, product), constants(made, product), device=device, pdl=True, **options(made)
+    )
+
+
+def bind(args: ExpertsArgs, made: ExpertsGemm | None = None) -> Callable[[Any, Any, Any, Any], None]:
+    """A call's launches; ``made`` instead of the configuration chosen."""
+    call = args.call()
+    made = configure(call) if made is None else made
+    biases = [args.gate_up_bias, args.down_bias]
+    one, two = both(call, tuple(None if b is None else dtype_name(b.dtype) for b in biases))
+    device, top, slots = args.hidden.device, call.top, call.rows * call.top
+    first = bind_product(made.first, one, args.gate_up, biases[0], slots, device)
+    second = bind_product(made.second, two, args.down, biases[1], slots, device)
+
+    def products(hidden: Any, indices: Any, weights: Any, out: Any, lists: tuple[int, ...], h: int, y: int) -> None:
+        first(hidden.data_ptr(), h, lists, top)
+        second(h, y, lists, 1)
+
+    return Layer(args, made.first.slots, products)
+
+
+def compile_as(call: ExpertsCall, made: ExpertsGemm) -> None:
+    """Compile it in a configuration."""
+    import torch
+
+    device = torch.device(call.device)
+    biases = tuple("float32" if has else None for has in (call.bias, call.down_bias))
+    for way, product in zip((made.first, made.second), both(call, biases), strict=True):
+        compiled(way, product, device)
+
+
+GLUON: Final = Kernel(
+    name=NAME,
+    bundle=ExpertsArgs,
+    description="tiles of weights decoded to wgmma's registers; Hopper, many tokens an expert",
+    refuse=refuse,
+    cost=experts_cost,
+    bind=bind,
+    configure=configure,
+    configurations=configurations,
+    compile=compile_as,
+)

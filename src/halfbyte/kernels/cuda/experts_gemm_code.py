@@ -1,0 +1,483 @@
+"""Device code of ``halfbyte.kernels.cuda.experts_gemm``, in Gluon.
+
+As in ``gemm_gluon_code`` a producer fills a ring of stages and consumers decode to the registers of wgmma. A consumer
+has two times 64 features: gates and the ups that belong to them, or neighbours. While one 64 are multiplied the other
+ones are decoded. Rows of x are those of a block's slots; lanes of the producer copy them.
+
+A block has up to NB slots of one expert; where there are no more than LOW, only as many are multiplied.
+
+A ring is the tuple (codes, scales, x, full, empty); lists are (blocks, slots, count).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from halfbyte.kernels.cuda.decode_gluon_code import _activated
+from halfbyte.kernels.cuda.experts_decode_code import _gated
+from halfbyte.kernels.cuda.gemm_gluon_code import decoded, let_the_next_kernel_start, together, wait_for_kernels_ahead
+
+
+@gluon.jit
+def _ask_for_weights(
+    maps, ring, slot, stripe, step, apart, C: gl.constexpr, U: gl.constexpr, GATED: gl.constexpr
+):  # fmt: skip
+    """The words and scales of a step into a slot; ``stripe`` is the first of all, ups lie ``apart`` from gates."""
+    codes_map, scales_map = maps
+    codes, scales, _x, full, _empty = ring
+    bar = full.index(slot)
+    for c in gl.static_range(C):
+        for half in gl.static_range(2):
+            if GATED:
+                at = stripe + 4 * c + half * apart
+            else:
+                at = stripe + 8 * c + 4 * half
+            box = (slot * C + c) * 2 + half
+            tma.async_copy_global_to_shared(codes_map, [at, step * (8 * U), 0], bar, codes.index(box))
+            tma.async_copy_global_to_shared(scales_map, [at, step * (16 * U)], bar, scales.index(box))
+
+
+@gluon.jit
+def _copy(x, to, rows, step, K, U: gl.constexpr, EVEN: gl.constexpr, L: gl.constexpr):
+    """A step of rows of x into (rows, 64 U)."""
+    k = step * (64 * U) + gl.arange(0, 64, layout=gl.SliceLayout(0, L))[None, :]
+    at = x + rows.to(gl.int64)[:, None] * K + k
+    for u in gl.static_range(U):
+        if EVEN:
+            async_copy.async_copy_global_to_shared(to.slice(64 * u, 64, dim=1), at + 64 * u)
+        else:
+            async_copy.async_copy_global_to_shared(to.slice(64 * u, 64, dim=1), at + 64 * u, mask=k + 64 * u < K)
+
+
+@gluon.jit
+def _rows(slots, block, NB: gl.constexpr, ROWS: gl.constexpr, L: gl.constexpr):
+    """Of each ROWS slots of a block: which they are, and whether there are any."""
+    at = slots + block * NB
+    found = ()
+    there = ()
+    for i in gl.static_range(NB // ROWS):
+        found = found + (gl.load(at + i * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))),)
+        there = there + (gl.load(at + i * ROWS) >= 0,)
+    return found, there
+
+
+@gluon.jit
+def _after(block, tile, along_n):
+    """The item after one, of the program: its block and tile."""
+    tile += gl.num_programs(0) % along_n
+    wraps = tile >= along_n
+    block += gl.num_programs(0) // along_n + wraps.to(gl.int32)
+    return block, gl.where(wraps, tile - along_n, tile)
+
+
+@gluon.jit
+def produce(maps, ring, lists, x, numbers, FORM: gl.constexpr):
+    """Fill the ring for all items of the program."""
+    C: gl.constexpr = FORM[0]
+    U: gl.constexpr = FORM[1]
+    NB: gl.constexpr = FORM[2]
+    STAGES: gl.constexpr = FORM[4]
+    GATED: gl.constexpr = FORM[5]
+    EARLY: gl.constexpr = FORM[6]
+    EVEN: gl.constexpr = FORM[7]
+    BYTES: gl.constexpr = C * U * (8 * 576)
+    STEP: gl.constexpr = 4 * C if GATED else 8 * C
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    ROWS: gl.constexpr = min(NB, 32)
+    blocks, slots, count = lists
+    _codes, _scales, to, full, empty = ring
+    N, K, along_n, steps, share = numbers
+    stripes = N // 16
+    block = gl.program_id(0) // along_n
+    tile = gl.program_id(0) % along_n
+    asked = 0
+    if EARLY:
+        let_the_next_kernel_start()
+    else:
+        wait_for_kernels_ahead()
+        let_the_next_kernel_start()
+    last = gl.load(count) - 1
+    items = (last + 1) * along_n
+    place = gl.load(blocks + gl.minimum(block, gl.maximum(last, 0)))
+    if EARLY:
+        if gl.program_id(0) < items:
+            asked = gl.minimum(steps, STAGES)
+            for i in range(asked):
+                mbarrier.expect(full.index(i), BYTES)
+                _ask_for_weights(maps, ring, i, place * stripes + tile * STEP, i, stripes // 2, C, U, GATED)
+        wait_for_kernels_ahead()
+    listed, there = _rows(slots, gl.minimum(block, gl.maximum(last, 0)), NB, ROWS, L)
+    done = 0
+    for t in range(gl.program_id(0), items, gl.num_programs(0)):
+        stripe = place * stripes + tile * STEP
+        rows = ()
+        for i in gl.static_range(NB // ROWS):
+            rows = rows + (gl.maximum(listed[i], 0) // share,)
+        here = there
+        block, tile = _after(block, tile, along_n)
+        listed, there = _rows(slots, gl.minimum(block, last), NB, ROWS, L)
+        place = gl.load(blocks + gl.minimum(block, last))
+        for step in range(steps):
+            slot = done % STAGES
+            if done >= asked:
+                mbarrier.wait(empty.index(slot), ((done // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(slot), BYTES)
+                _ask_for_weights(maps, ring, slot, stripe, step, stripes // 2, C, U, GATED)
+            for i in gl.static_range(NB // ROWS):
+                if i == 0:
+                    _copy(x, to.index(slot).slice(0, ROWS, dim=0), rows[0], step, K, U, EVEN, L)
+                elif here[i]:
+                    _copy(x, to.index(slot).slice(i * ROWS, ROWS, dim=0), rows[i], step, K, U, EVEN, L)
+            async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+            done += 1
+
+
+@gluon.jit
+def _arrived(ring, done, STAGES: gl.constexpr):
+    """The slot of a step that is there."""
+    slot = done % STAGES
+    mbarrier.wait(ring[3].index(slot), (done // STAGES) & 1)
+    fence_async_shared()  # lanes copied the rows, and the matrix units read them
+    return slot
+
+
+@gluon.jit
+def _issue(ring, slot, acc, unit: gl.constexpr, half: gl.constexpr, WHICH: gl.constexpr, MUL: gl.constexpr):
+    """Decode 64 rows of a unit, and have them multiplied: sums on their way, and what is read for them meanwhile."""
+    W: gl.constexpr = acc.shape[1]
+    A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    w = decoded(ring, (slot * MUL[0] + WHICH) * 2 + half, unit, 4, MUL[3], MUL[4], MUL[5], A)
+    x = ring[2].index(slot).slice(0, W, dim=0).slice(64 * unit, 64, dim=1)
+    return warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True), w
+
+
+@gluon.jit
+def _others(ring, slot, g, u, a, WHICH: gl.constexpr, MUL: gl.constexpr):
+    """What comes after the first 64 rows of a slot's first unit."""
+    u, b = _issue(ring, slot, u, 0, 1, WHICH, MUL)
+    g, u, a, b = warpgroup_mma_wait(1, deps=[g, u, a, b])
+    for unit in gl.static_range(1, MUL[1]):
+        g, a = _issue(ring, slot, g, unit, 0, WHICH, MUL)
+        g, u, a, b = warpgroup_mma_wait(1, deps=[g, u, a, b])
+        u, b = _issue(ring, slot, u, unit, 1, WHICH, MUL)
+        g, u, a, b = warpgroup_mma_wait(1, deps=[g, u, a, b])
+    return g, u, a, b
+
+
+@gluon.jit
+def multiply(ring, done, steps, WHICH: gl.constexpr, MMA: gl.constexpr, W: gl.constexpr, MUL: gl.constexpr):
+    """Two times (64, W) f32: the sums of a block's first W slots; ``done`` steps were before in the ring."""
+    STAGES: gl.constexpr = MUL[2]
+    g = gl.zeros([64, W], gl.float32, MMA)
+    u = gl.zeros([64, W], gl.float32, MMA)
+    slot = _arrived(ring, done, STAGES)
+    g, a = _issue(ring, slot, g, 0, 0, WHICH, MUL)
+    g, u, a, b = _others(ring, slot, g, u, a, WHICH, MUL)
+    for _ in range(steps - 1):
+        before = slot
+        done += 1
+        slot = _arrived(ring, done, STAGES)
+        g, a = _issue(ring, slot, g, 0, 0, WHICH, MUL)
+        g, u, a, b = warpgroup_mma_wait(1, deps=[g, u, a, b])
+        mbarrier.arrive(ring[4].index(before), count=1)
+        g, u, a, b = _others(ring, slot, g, u, a, WHICH, MUL)
+    g, u, a, b = warpgroup_mma_wait(0, deps=[g, u, a, b])
+    mbarrier.arrive(ring[4].index(slot), count=1)
+    return g, u, done + 1
+
+
+@gluon.jit
+def multiply_small(
+    ring, done, steps, WHICH: gl.constexpr, MMA: gl.constexpr, W: gl.constexpr, MUL: gl.constexpr
+):  # fmt: skip
+    """The same by m16n8k16, which is the faster the fewer slots there are."""
+    C: gl.constexpr = MUL[0]
+    STAGES: gl.constexpr = MUL[2]
+    HALF: gl.constexpr = MUL[3]
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    g = gl.zeros([64, W], gl.float32, MMA)
+    u = gl.zeros([64, W], gl.float32, MMA)
+    for _ in range(steps):
+        slot = done % STAGES
+        mbarrier.wait(ring[3].index(slot), (done // STAGES) & 1)
+        for unit in gl.static_range(MUL[1]):
+            x = ring[2].index(slot).slice(0, W, dim=0).slice(64 * unit, 64, dim=1).permute((1, 0)).load(B)
+            box = (slot * C + WHICH) * 2
+            g = mma_v2(decoded(ring, box, unit, 4, HALF, MUL[4], MUL[5], A), x, g)
+            u = mma_v2(decoded(ring, box + 1, unit, 4, HALF, MUL[4], MUL[5], A), x, u)
+        mbarrier.arrive(ring[4].index(slot), count=1)
+        done += 1
+    return g, u, done
+
+
+@gluon.constexpr_function
+def _across(to, warps):
+    """A lane has 16 bytes of a row of 64 results."""
+    each = 128 // to.primitive_bitwidth
+    return gl.BlockedLayout([1, each], [each // 2, 64 // each], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _put(value, stage, out, rows, n, N, TO: gl.constexpr, HEIGHT: gl.constexpr, W: gl.constexpr):
+    """(64, W), HEIGHT slots at a time, to rows of out; none where they are -1."""
+    if W <= HEIGHT:
+        ACROSS: gl.constexpr = _across(TO, gl.num_warps())
+        stage = stage.slice(0, W, dim=0)
+        together()
+        stage.permute((1, 0)).store(value.to(TO))
+        together()
+        column = n + gl.arange(0, 64, layout=gl.SliceLayout(0, ACROSS))[None, :]
+        at = out + rows[0].to(gl.int64)[:, None] * N + column
+        gl.store(at, stage.load(ACROSS), mask=(rows[0] >= 0)[:, None] & (column < N))
+    else:
+        low, high = gl.split(value.reshape(64, 2, W // 2).permute(0, 2, 1))
+        HALF: gl.constexpr = len(rows) // 2
+        _put(low, stage, out, rows[:HALF], n, N, TO, HEIGHT, W // 2)
+        _put(high, stage, out, rows[HALF:], n, N, TO, HEIGHT, W // 2)
+
+
+@gluon.jit
+def _factors(scale2, place, n, N, MMA: gl.constexpr, PER_ROW: gl.constexpr):
+    """What sums of 64 features n on are multiplied by: of each feature, or of all."""
+    rows = n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    if PER_ROW:
+        return gl.load(scale2 + place * N + rows, mask=rows < N, other=0.0)[:, None]
+    return gl.load(scale2 + place)
+
+
+@gluon.jit
+def _finished(acc, factors, bias, place, n, N, BIAS: gl.constexpr, FACTOR: gl.constexpr):
+    """(64, W) sums of features n on of an expert -> times its scale2, with its bias."""
+    acc = acc * (factors * FACTOR)
+    if BIAS:
+        rows = n + gl.arange(0, 64, layout=gl.SliceLayout(1, acc.type.layout))
+        acc = acc + gl.load(bias + place * N + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
+    return acc
+
+
+@gluon.jit
+def _block(
+    ring, given, slots, place, tile, done, steps, WHICH: gl.constexpr, W: gl.constexpr, SMALL: gl.constexpr,
+    FORM: gl.constexpr,
+):  # fmt: skip
+    """A tile of a block's first W slots, from the ring to out; the steps that have been in the ring then."""
+    C: gl.constexpr = FORM[0]
+    GATED: gl.constexpr = FORM[5]
+    TO: gl.constexpr = FORM[8]
+    HEIGHT: gl.constexpr = FORM[9]
+    PER_ROW: gl.constexpr = FORM[10]
+    BIAS: gl.constexpr = FORM[11]
+    ACTIVATION: gl.constexpr = FORM[12]
+    LIMIT: gl.constexpr = FORM[13]
+    UP_FIRST: gl.constexpr = FORM[14]
+    FACTOR: gl.constexpr = FORM[17]
+    MUL: gl.constexpr = (C, FORM[1], FORM[4], FORM[18], FORM[15], FORM[16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        [2 if SMALL else 3, 0], [gl.num_warps(), 1], [16, 8] if SMALL else [16, W, 16]
+    )
+    stages, out, scale2, bias, N = given
+    stage = stages.index(WHICH)
+    if GATED:
+        n = (tile * C + WHICH) * 64
+        m = n + N // 2
+    else:
+        n = (tile * C + WHICH) * 128
+        m = n + 64
+    # read ahead of the products, which take longer
+    of_g = _factors(scale2, place, n, N, MMA, PER_ROW)
+    of_u = _factors(scale2, place, m, N, MMA, PER_ROW)
+    rows = ()
+    AT_ONCE: gl.constexpr = min(W, HEIGHT)
+    for i in gl.static_range(W // AT_ONCE):
+        inside = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, _across(TO, gl.num_warps())))
+        rows = rows + (gl.load(slots + i * AT_ONCE + inside),)
+    if SMALL:
+        g, u, done = multiply_small(ring, done, steps, WHICH, MMA, W, MUL)
+    else:
+        g, u, done = multiply(ring, done, steps, WHICH, MMA, W, MUL)
+    g = _finished(g, of_g, bias, place, n, N, BIAS, FACTOR)
+    u = _finished(u, of_u, bias, place, m, N, BIAS, FACTOR)
+    if GATED:
+        if UP_FIRST:
+            h = _gated(u, g, ACTIVATION, LIMIT)
+        else:
+            h = _gated(g, u, ACTIVATION, LIMIT)
+        _put(h, stage, out, rows, n, N // 2, TO, HEIGHT, W)
+    else:
+        if ACTIVATION is not None:
+            g = _activated(g, ACTIVATION)
+            u = _activated(u, ACTIVATION)
+        _put(g, stage, out, rows, n, N, TO, HEIGHT, W)
+        _put(u, stage, out, rows, m, N, TO, HEIGHT, W)
+    return done
+
+
+@gluon.jit
+def consume(ring, lists, given, numbers, WHICH: gl.constexpr, FORM: gl.constexpr):
+    """The features of consumer WHICH of all items of the program, from the ring to out."""
+    NB: gl.constexpr = FORM[2]
+    LOW: gl.constexpr = FORM[3]
+    SMALL: gl.constexpr = FORM[19]
+    MID: gl.constexpr = FORM[20]
+    blocks, slots, count = lists
+    _N, _K, along_n, steps, _share = numbers
+    wait_for_kernels_ahead()
+    last = gl.load(count) - 1
+    block = gl.program_id(0) // along_n
+    tile = gl.program_id(0) % along_n
+    place = gl.load(blocks + gl.minimum(block, gl.maximum(last, 0)))
+    done = 0
+    for t in range(gl.program_id(0), (last + 1) * along_n, gl.num_programs(0)):
+        at = slots + block * NB
+        expert = place
+        part = tile
+        block, tile = _after(block, tile, along_n)
+        place = gl.load(blocks + gl.minimum(block, last))
+        if SMALL:
+            done = _block(ring, given, at, expert, part, done, steps, WHICH, NB, True, FORM)
+        elif MID:
+            if gl.load(at + LOW) < 0:
+                done = _block(ring, given, at, expert, part, done, steps, WHICH, LOW, True, FORM)
+            elif gl.load(at + MID) < 0:
+                done = _block(ring, given, at, expert, part, done, steps, WHICH, MID, False, FORM)
+            else:
+                done = _block(ring, given, at, expert, part, done, steps, WHICH, NB, False, FORM)
+        elif LOW:
+            if gl.load(at + LOW) < 0:
+                done = _block(ring, given, at, expert, part, done, steps, WHICH, LOW, True, FORM)
+            else:
+                done = _block(ring, given, at, expert, part, done, steps, WHICH, NB, False, FORM)
+        else:
+            done = _block(ring, given, at, expert, part, done, steps, WHICH, NB, False, FORM)
+
+
+@gluon.jit
+def experts(
+    codes_map,
+    scales_map,
+    x,
+    out,
+    scale2,
+    bias,
+    blocks,
+    slots,
+    count,
+    N,
+    K,
+    along_n,
+    steps,
+    share,
+    C: gl.constexpr,
+    U: gl.constexpr,
+    NB: gl.constexpr,
+    LOW: gl.constexpr,
+    STAGES: gl.constexpr,
+    HEIGHT: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PRODUCER: gl.constexpr,
+    COPIERS: gl.constexpr,
+    GATED: gl.constexpr,
+    EARLY: gl.constexpr,
+    EVEN: gl.constexpr,
+    PER_ROW: gl.constexpr,
+    BIAS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    LIMIT: gl.constexpr,
+    UP_FIRST: gl.constexpr,
+    DECODE: gl.constexpr,
+    SCALES: gl.constexpr,
+    FACTOR: gl.constexpr,
+    SMALL: gl.constexpr,
+    MID: gl.constexpr,
+):
+    """A product of experts: of rows of x with tiles of their weights, for all blocks of slots.
+
+    Args:
+        codes_map: boxes (4, 8 U, 16) of i32 (tiles of all experts, 8 units, 16).
+        scales_map: boxes (4, 16 U) of i32 (tiles, 16 units).
+        x: (slots / share, K) bf16 or f16.
+        out: (slots, N), or (slots, N / 2) if GATED.
+        scale2: f32, (E,) or (E, N).
+        bias: (E, N), if BIAS.
+        blocks: i32, the place of each block's expert.
+        slots: i32, of each block NB; -1 behind the last one of a block that is not full.
+        count: i32, how many blocks there are.
+        N: features of an expert, a multiple of 16, and of 32 if GATED.
+        K: a multiple of 16.
+        along_n: tiles of a block.
+        steps: of a tile.
+        share: slots that share a row of x.
+        C: consumers.
+        U: units of 64 k of a step.
+        NB: slots of a block.
+        LOW: as many are multiplied where there are no more; 0: always all.
+        STAGES: of the ring.
+        HEIGHT: slots that are stored at a time.
+        REGISTERS: of a consumer's thread.
+        PRODUCER: of one of the producer's.
+        COPIERS: warps of the producer.
+        GATED: the second half of the features is multiplied with the activation of the first.
+        EARLY: lists and weights are older than the kernel ahead.
+        EVEN: K is steps times 64 U.
+        PER_ROW: scale2 differs by feature.
+        BIAS: a bias is added.
+        ACTIVATION: of results, by name, or None.
+        LIMIT: of gates and ups, or None.
+        UP_FIRST: the first half of the features are ups.
+        DECODE: assembly: a word and a pair of scales -> four pairs of products.
+        SCALES: assembly: four scale bytes -> two pairs of scales.
+        FACTOR: what products lack beside scale2.
+    """
+    TO: gl.constexpr = out.dtype.element_ty
+    HALF: gl.constexpr = x.dtype.element_ty
+    codes = gl.allocate_shared_memory(gl.int32, [STAGES * C * 2, 4, 8 * U, 16], codes_map.layout)
+    scales = gl.allocate_shared_memory(gl.int32, [STAGES * C * 2, 4, 16 * U], scales_map.layout)
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    rows = gl.allocate_shared_memory(HALF, [STAGES, NB, 64 * U], ROWS)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1 + 32 * COPIERS)
+        mbarrier.init(empty.index(i), count=C)
+    fence_async_shared()
+    WIDE: gl.constexpr = TO.primitive_bitwidth
+    stages = gl.allocate_shared_memory(TO, [C, HEIGHT, 64], gl.NVMMASharedLayout(128, WIDE, 2))
+    ring = (codes, scales, rows, full, empty)
+    lists = (blocks, slots, count)
+    numbers = (N, K, along_n, steps, share)
+    given = (stages, out, scale2, bias, N)
+    FORM: gl.constexpr = (
+        C, U, NB, LOW, STAGES, GATED, EARLY, EVEN, TO, HEIGHT, PER_ROW, BIAS, ACTIVATION, LIMIT, UP_FIRST,
+        DECODE, SCALES, FACTOR, HALF, SMALL, MID,
+    )  # fmt: skip
+    maps = (codes_map, scales_map)
+    if C == 1:
+        gl.warp_specialize(
+            [
+                (consume, (ring, lists, given, numbers, 0, FORM)),
+                (produce, (maps, ring, lists, x, numbers, FORM)),
+            ],
+            [COPIERS],
+            [PRODUCER],
+        )
+    else:
+        gl.static_assert(C == 2)
+        gl.warp_specialize(
+            [
+                (consume, (ring, lists, given, numbers, 0, FORM)),
+                (consume, (ring, lists, given, numbers, 1, FORM)),
+                (produce, (maps, ring, lists, x, numbers, FORM)),
+            ],
+            [4, COPIERS],
+            [REGISTERS, PRODUCER],
+        )

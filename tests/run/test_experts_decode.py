@@ -1,0 +1,344 @@
+"""The decode kernel for experts: what it declines, its launches and machine code, and, on a GPU, its configurations."""
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cuda_code import Program, compile_all, count
+from expert_cases import Case, assert_meant, routing, tokens
+from gluon_cases import DTYPES, check_an_untested_triton, guarded, on_gpu, replace_buffers
+from gpu_codecs import needs_triton
+from halfbyte.kernels import ExpertsArgs, ExpertsCall
+from halfbyte.kernels.cuda import experts as layers
+from halfbyte.kernels.cuda import experts_decode, launch
+from halfbyte.kernels.cuda.experts_decode import COLUMNS, GLUON, ExpertsDecode, Product, depth, expected_blocks
+from halfbyte.kernels.cuda.lists import most_blocks
+from halfbyte.kernels.experts import Mixture
+from halfbyte.layouts import Fragments, Rows
+from halfbyte.nn.base import without_data
+from halfbyte.ops import pack
+
+
+def accepted(
+    experts=128, hidden=2048, inner=768, rows=1, local=None, top=8, layout=None, per_row=False, changes=(), **how
+):
+    """A call on Hopper, with changes of the call, and otherwise of how experts compute."""
+    of = {
+        "activation": "silu", "limit": None, "gate_up_order": "concatenated", "experts": experts,
+        "local": tuple(range(experts) if local is None else local), "padding": False,
+    }  # fmt: skip
+    mixture = Mixture(**of | how)
+    made = {"per_row": per_row, "input_scale": False, "pre_scale": False, "device": "meta"}
+    count_, layout = len(mixture.local), layout or Fragments()
+    one = without_data(layout, (count_, mixture.parts * inner, hidden), **made)
+    two = without_data(layout, (count_, hidden, inner), **made)
+    on = {"rows": rows, "top": top, "dtype": "bfloat16", "device": "cuda", "capability": 90}
+    return ExpertsCall.of(one, two, mixture, **on | dict(changes))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"changes": {"device": "cpu", "capability": 0}}, "runs on NVIDIA GPUs, not on cpu"),
+        ({"changes": {"capability": 100}}, "is for sm_90, not sm_100"),
+        ({"layout": Rows()}, "reads the layout fragments(dtype=bfloat16), not rows"),
+        ({"changes": {"dtype": "float16"}}, "reads the layout fragments(dtype=float16), not fragments(dtype=bfloat16)"),
+        ({"changes": {"dtype": "float32"}}, "takes bfloat16 or float16 activations, not float32"),
+        ({"hidden": 40}, "takes hidden sizes that are multiples of 16, not 40"),
+        ({"inner": 24}, "takes intermediate sizes that are multiples of 16, not 24"),
+        ({"gate_up_order": "interleaved"}, "takes all rows of the gate before those of up, or behind them"),
+        ({"changes": {"precision": "fp8"}}, "computes exactly, not in fp8"),
+        ({"top": 33}, "takes up to 32 experts of a token, not 33"),
+        ({"rows": 128}, "takes up to 5 slots an expert on average, not 8.0: others are faster there"),
+    ],
+)
+def test_refusals(how, reason):
+    assert GLUON.refuse(accepted()) == ()
+    assert any(given.startswith(reason) for given in GLUON.refuse(accepted(**how)))
+
+
+@needs_triton
+def test_an_untested_triton_is_refused_by_name(monkeypatch):
+    check_an_untested_triton(monkeypatch, GLUON.refuse, accepted())
+
+
+def test_how_many_slots_an_expert_has():
+    assert layers.slots_each(accepted(rows=1)) == 1
+    assert layers.slots_each(accepted(rows=64)) == pytest.approx(512 / (128 * (1 - (15 / 16) ** 64)))
+    of = {"experts": 256, "local": range(32), "null": "skip"}
+    assert layers.slots_each(accepted(rows=256, **of)) == pytest.approx(8, rel=1e-3)
+
+
+def test_loads_of_a_loop_have_no_mask_and_none_is_read_beyond_the_last_unit():
+    for units, warps, ahead, tiles in itertools.product(range(1, 130), (1, 2, 4, 8, 16), (1, 2, 3, 8), (1, 2, 4)):
+        made = Product(warps=warps, ahead=ahead, unroll=16)
+        asked, loops = depth(64 * units, tiles, made)
+        steps = -(-units // warps)
+        assert 1 <= asked <= steps
+        if loops:
+            assert steps * tiles > made.unroll
+            assert (loops + 1) * asked * warps <= units
+        else:
+            assert steps * tiles <= made.unroll or (2 * asked) * warps > units
+
+
+def test_blocks_that_are_launched():
+    """All of them where all experts are here; else what an even routing takes, and some."""
+    for tokens_, (experts, local) in itertools.product((1, 2, 16, 64), ((128, 128), (256, 32), (8, 8))):
+        call = accepted(experts=experts, local=range(local), rows=tokens_, null="skip", hidden=64, inner=16)
+        blocks, most = expected_blocks(call), most_blocks(8 * tokens_, local, COLUMNS)
+        assert 1 <= blocks <= most
+        assert blocks == most or (local < experts and blocks > 8 * tokens_ * local / experts / COLUMNS)
+
+
+# Launches
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Grids and arguments of what a bound call launches, and the names of what makes lists and sums."""
+    held = []
+
+    def programs(call, made, device, biases):
+        def stand_in(kind):
+            return lambda grid, values: held.append((kind, grid, values))
+
+        few = experts_decode.listless(call)
+        return stand_in("each" if few else "first"), stand_in("summed" if few else "second")
+
+    memory = torch.empty(1 << 22, dtype=torch.uint8)
+    monkeypatch.setattr(experts_decode, "programs", programs)
+    monkeypatch.setattr(layers, "bind_lists", lambda *a: lambda *given: held.append(("lists", *given)))
+    monkeypatch.setattr(layers, "bind_combine", lambda *a: lambda *given: held.append(("combine", *given)))
+    monkeypatch.setattr(layers, "workspace", lambda device, nbytes: memory[:nbytes])
+    monkeypatch.setattr(experts_decode.refused, "word", lambda device: memory)
+    return held, memory.data_ptr()
+
+
+def arguments(case, count=3, top=2, dtype="bfloat16", device="cpu"):
+    one, two = (pack(w.torch(device), Fragments(dtype)) for w in (case.gate_up, case.down))
+    indices, weights = routing(count, top, case.mixture.experts)
+    hidden = tokens(count, case.down.shape[1], dtype=dtype).to(device, getattr(torch, dtype))
+    biases = [None if b is None else b.to(device) for b in case.biases]
+    return ExpertsArgs(
+        hidden=hidden,
+        indices=indices.to(device),
+        weights=weights.to(device),
+        gate_up=one,
+        down=two,
+        gate_up_bias=biases[0],
+        down_bias=biases[1],
+        mixture=case.mixture,
+        out=torch.full_like(hidden, float("nan")),
+    )
+
+
+def addresses(stack):
+    return tuple(stack.buffers()[name].data_ptr() for name in ("codes", "scales", "scale2"))
+
+
+def test_launches_with_lists(launches):
+    held, base = launches
+    args = arguments(Case.random(bias=True))  # 6 experts, H 64, I 48, 6 slots
+    experts_decode.bind(args, ExpertsDecode(Product(tiles=2), Product(tiles=8)))(*args.arrays())
+    (lists, indices, at), first, second, (combine, y, *others) = held
+    assert (lists, combine, at) == ("lists", "combine", base)
+    assert indices is args.indices
+    assert [id(a) for a in others] == [id(a) for a in (args.indices, args.weights, args.out)]
+    words = first[2][6:9]
+    h = first[2][5]
+    biases = args.gate_up_bias.data_ptr(), args.down_bias.data_ptr()
+    # 3 stripes of gates: 2 programs of a block of 2; 4 of results: 1
+    assert first == (
+        "first", (12, 1, 1), (*addresses(args.gate_up), args.hidden.data_ptr(), biases[0], h, *words, 96, 2)
+    )  # fmt: skip
+    assert second == ("second", (6, 1, 1), (*addresses(args.down), h, biases[1], y, *words, 64, 1))
+    assert base == words[0] < words[1] < words[2] < h
+    assert h + 6 * 48 * 2 <= y
+    assert not any(at % 16 for at in (*words, h, y))
+
+
+def test_launches_of_one_token(launches):
+    held, base = launches
+    case = Case.random()
+    case = replace(case, mixture=replace(case.mixture, experts=7, local=(0, 1, 2, 4, 5, 6), null="skip"))
+    args = arguments(case, 1)
+    experts_decode.bind(args)(*args.arrays())
+    first, second = held
+    table = first[2][7]
+    assert table.tolist() == [0, 1, 2, -1, 3, 4, 5]
+    ids = args.indices.data_ptr()
+    assert first == (
+        "each", (6, 1, 1), (*addresses(args.gate_up), args.hidden.data_ptr(), None, base, ids, table, 96, 3)
+    )  # fmt: skip
+    routed = ids, table, args.weights.data_ptr(), base
+    assert second == ("summed", (4, 1, 1), (*addresses(args.down), base, None, args.out.data_ptr(), *routed, 64, 4))
+
+
+def test_the_parts_of_a_call(launches):
+    """What a benchmark times: lists, products and the sum apart, in memory of their own."""
+    held, base = launches
+    args = arguments(Case.random())
+    run = experts_decode.bind(args)
+    run.lists(args.indices)
+    run.products(*args.arrays())
+    run.combine(args.weights, args.indices, args.out)
+    assert [kind for kind, *_ in held] == ["lists", "first", "second", "combine"]
+    assert held[0][2] == held[1][2][6] != base
+    assert held[2][2][5] == held[3][1]
+    one = arguments(Case.random(), 1)
+    run = experts_decode.bind(one)
+    del held[:]
+    run.lists(one.indices)
+    run.products(*one.arrays())
+    run.combine(one.weights, one.indices, one.out)
+    assert [kind for kind, *_ in held] == ["each", "summed"]
+
+
+# Machine code
+
+
+CODES = [
+    ({}, (64, 72)),
+    ({"rows": 16}, (80, 64)),
+    ({"experts": 256, "hidden": 7168, "inner": 2048, "local": range(32), "null": "skip"}, (128, 128)),
+    ({"experts": 256, "hidden": 7168, "inner": 2048, "local": range(32), "null": "skip", "rows": 64}, (128, 64)),
+    ({"experts": 512, "hidden": 1024, "inner": 1856, "top": 22, "gated": False, "activation": "relu2"}, (64, 128)),
+    ({"experts": 8, "hidden": 4096, "inner": 352, "top": 2, "rows": 3, "activation": "swigluoai", "limit": 7.0,
+      "gate_up_order": "up_first", "per_row": True, "changes": {"bias": True, "down_bias": True}}, (96, 64)),
+]  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize(("how", "registers"), CODES, ids=str)
+def test_machine_code(how, registers):
+    call = accepted(**how)
+    assert experts_decode.refuse(call) == ()
+    made = experts_decode.configure(call)
+    with launch.recorded() as sources:
+        experts_decode.programs(call, made, "cuda")
+    for source, most, early in zip(sources, registers, (False, True), strict=True):
+        types = {name: of.removesuffix(":16") for name, of in source.signature.items()}
+        code = Program(source.kernel, types, source.constants, source.options).compile(90)
+        print(source.kernel.__name__, code)
+        assert (code.stack, code.spills, code.warnings) == (0, 0, [])
+        assert code.registers <= most
+        opcodes = [opcode for _, _, opcode, _ in code.instructions]
+        waits = [i for i, opcode in enumerate(opcodes) if opcode.startswith("ACQBULK")]
+        (lets,) = (i for i, opcode in enumerate(opcodes) if opcode.startswith("PREEXIT"))
+        weights = [i for i, opcode in enumerate(opcodes) if opcode.startswith("LDG.E.EF")]
+        held = source.constants
+        ahead = 2 * held["R"] * held["D"]
+        if early:
+            assert lets < waits[0]
+            assert sum(i < waits[0] for i in weights) == ahead
+        else:  # what it lets start reads lists and ids at once
+            assert waits[-1] < lets < min(weights)
+            assert not count(Counter(opcodes[:lets]), r"LDG")
+        units = -(-held["K"] // 64)
+        share = source.options["num_warps"] // held.get("S", 1)
+        steps = held.get("G", 1) // held.get("S", 1) * -(-units // share) - held.get("L", 0) * held["D"]
+        runs = steps + (held.get("L", 0) > 0) * held["D"]
+        assert count(code.opcodes, "HMMA.16816") == 4 * held["R"] * runs
+        assert len(weights) == 2 * held["R"] * runs
+
+
+# On a GPU
+
+
+OTHERS = [
+    ExpertsDecode(Product(warps=1, ahead=2), Product(warps=1, ahead=8)),
+    ExpertsDecode(Product(warps=8, tiles=2, ahead=1), Product(warps=8, tiles=4, ahead=2), together=2, parts=2),
+    ExpertsDecode(Product(warps=2, ahead=2, unroll=1), Product(warps=2, ahead=1, unroll=1), together=1),
+    ExpertsDecode(Product(warps=16, ahead=4), Product(warps=16, tiles=2, ahead=3), together=3, parts=4),
+]
+SHAPES = [(5, 1040, 352), (3, 304, 1856)]
+
+
+def on_hopper():
+    """The calls and configurations of what follows."""
+    for (experts, hidden, inner), made, count_ in itertools.product(SHAPES, (None, *OTHERS), (1, 7)):
+        of = {"per_row": True, "changes": {"bias": True, "down_bias": True}}
+        call = accepted(experts, hidden, inner, count_, top=3, **of)
+        yield call, made or experts_decode.configure(call)
+
+
+@pytest.fixture(scope="class")
+def compiled():
+    """All programs, compiled by all cores at once."""
+    with launch.recorded() as sources:
+        for call, made in on_hopper():
+            experts_decode.programs(call, made, "cuda")
+    jobs = [
+        (s.kernel.fn.__module__, s.kernel.__name__, (dict(s.signature), dict(s.constants), dict(s.options)))
+        for s in sources
+    ]
+    compile_all(jobs, 90)
+
+
+@pytest.mark.usefixtures("compiled")
+class TestOnGpu:
+    pytestmark = on_gpu
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("count_", [1, 7])
+    def test_every_configuration_is_right(self, shape, count_):
+        case = Case.random(*shape, per_row=True, bias=True)
+        args = arguments(case, count_, 3, device="cuda")
+        args = replace(
+            args,
+            hidden=guarded(args.hidden, float("nan"))[1],
+            gate_up=replace_buffers(args.gate_up),
+            down=replace_buffers(args.down),
+        )
+        given = [a.cpu() for a in (args.hidden, args.indices, args.weights)]
+        for made in (None, *OTHERS):
+            poisoned, out = guarded(args.out, float("nan"))
+            run = experts_decode.bind(args, made)
+            run(*args.arrays()[:3], out)
+            first = out.clone()
+            run(*args.arrays()[:3], out)
+            assert torch.equal(first, out), made
+            assert_meant(out.cpu(), case, given[0].float(), *given[1:], "bfloat16")
+            assert torch.isnan(poisoned).sum() == poisoned.numel() - out.numel()
+
+    def test_more_blocks_than_are_launched(self):
+        """On a rank that all tokens are routed to, where one in 16 was to be expected."""
+        case = Case.random(64, 64, 48)
+        held = case.part((60, 61, 62, 63), "skip")
+        hidden, weights = tokens(40, dtype="bfloat16"), torch.rand(40, 2, generator=torch.Generator().manual_seed(0))
+        indices = torch.tensor([60, 63]).expand(40, 2).contiguous()
+        args = replace(arguments(held, 40, device="cuda"), hidden=hidden.cuda().bfloat16(), indices=indices.cuda())
+        args = replace(args, weights=weights.cuda())
+        assert expected_blocks(args.call()) < 10
+        experts_decode.bind(args)(*args.arrays())
+        assert_meant(args.out.cpu(), case, hidden, indices, weights, "bfloat16")
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_a_graph_of_layers_gives_the_same_bits(self, dtype):
+        """Each reads what the one ahead of it wrote, and starts before that has ended."""
+        case = Case.random(16, 256, 128)
+        for count_ in (1, 5):
+            args = arguments(case, count_, 4, dtype, "cuda")
+            run = experts_decode.bind(args)
+            steps = [args.hidden] + [torch.empty_like(args.hidden) for _ in range(6)]
+
+            def chain(run=run, args=args, steps=steps):
+                for a, b in itertools.pairwise(steps):
+                    run(a, args.indices, args.weights, b)
+
+            chain()
+            torch.cuda.synchronize()
+            first = [s.clone() for s in steps]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                chain()
+            for start in (chain, graph.replay) * 10:
+                for s in steps[1:]:
+                    s.fill_(float("nan"))
+                start()
+                assert all(map(torch.equal, steps, first))

@@ -1,0 +1,82 @@
+"""Lists of a routing and the sum of its slots: what the device code makes of them, and what it compiles to."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpu_lists
+from cuda_code import ARCHITECTURES, Program
+from gpu_codecs import needs_gpu, needs_triton
+from halfbyte.kernels.cuda import lists
+from halfbyte.kernels.cuda.lists import Lists, Numbers, most_blocks
+
+PARTS = ("made", "combined", "refused", "sorted_already")
+
+
+@pytest.mark.parametrize(
+    ("slots", "local", "size", "most"),
+    [(8, 128, 8, 8), (128, 128, 8, 128), (136, 128, 8, 129), (17, 1, 8, 3), (16, 2, 16, 2), (32768, 128, 128, 383)],
+)
+def test_most_blocks(slots, local, size, most):
+    """Each expert but one has a slot more than fills its blocks."""
+    assert most_blocks(slots, local, size) == most
+
+
+def test_places():
+    assert Numbers(8, (2, 3, 4)).first == 2
+    assert Numbers(8, (2, 3, 4)).places("cpu") is None
+    assert Numbers(5, (1, 3)).first == -1
+    assert Numbers(5, (1, 3)).places("cpu").tolist() == [-1, 0, -1, 1, -1]
+
+
+@needs_triton
+def test_in_the_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "gpu_lists", *PARTS],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[1],
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "made 150\ncombined 60\nrefused 4\nsorted_already 36\n"), done.stderr[
+        -3000:
+    ]
+
+
+def programs(capability):
+    """One for each kind of launch."""
+    from halfbyte.kernels.cuda import lists_code
+
+    numbers = Numbers(512, tuple(range(512)), padding=True)
+    few, many = (Lists(tokens, 8, 8, numbers) for tokens in (16, 4096))
+    dtypes = "int64", "float32", "bfloat16"
+    for kernel, (signature, constants, warps) in (
+        (lists_code.lists, lists.lists_parts(few, capability)),
+        (lists_code.lists, lists.lists_parts(many, capability)),
+        (lists_code.counts, lists.counts_parts(many, capability)),
+        (lists_code.runs, lists.runs_parts(many, capability)),
+        (lists_code.combine, lists.combine_parts(2048, 8, dtypes, numbers, capability)),
+    ):
+        arguments = {name: of.removesuffix(":16") for name, of in signature.items()}
+        yield Program(kernel, arguments, constants, {"num_warps": warps}, ("H",) if "H" in arguments else ())
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_machine_code(capability):
+    for program in programs(capability):
+        code = program.compile(capability)
+        assert (code.stack, code.spills, code.warnings) == (0, 0, [])
+        assert not [opcode for opcode in code.opcodes if opcode.startswith(("RED.", "ATOMG"))]
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.parametrize("part", PARTS)
+def test_on_a_gpu(part):
+    assert list(getattr(gpu_lists, part)("cuda"))
