@@ -150,7 +150,7 @@ def constants(
     steps = -(-units // made.warps)
     ahead = min(made.ahead, steps)
     r = tiles_of(n, made, gate)
-    loops = max(0, units // made.warps // ahead - 1) if steps * r > made.unroll else 0
+    loops = max(0, units // made.warps // ahead - 1) if steps * r > made.unroll and not norm else 0
     return {
         "K": k,
         "R": r,

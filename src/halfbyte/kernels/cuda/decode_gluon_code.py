@@ -106,6 +106,13 @@ def _operand(one, two, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr, HALF:
 
 
 @gluon.jit
+def _activations(at, odd, there, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr, HALF: gl.constexpr):
+    """The addresses of ``_halves`` -> ``_operand``."""
+    one, two = _halves(at, odd, there, NB)
+    return _operand(one, two, W, NB, B, HALF)
+
+
+@gluon.jit
 def _ask(at):
     """The line of an address comes to L2."""
     CODE: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
@@ -348,7 +355,7 @@ def decode(
         for j in gl.static_range(D):
             next_codes = next_codes + (gl.load(codes_at + (j + D) * W * 128, eviction_policy=KEEP),)
             next_scales = next_scales + (gl.load(scales_at + (j + D) * W * 32, eviction_policy=KEEP),)
-            x = _operand(*_halves(x_at + j * W * 32, odd, None, NB), W, NB, B, HALF)
+            x = _activations(x_at + j * W * 32, odd, None, W, NB, B, HALF)
             acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), x, acc)
         codes = next_codes
         scales = next_scales
