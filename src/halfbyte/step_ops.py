@@ -198,43 +198,34 @@ def gated(x: Tensor, weight: Packed, activation: str, bias: Tensor | None = None
 
 
 def normed(
-    x: Tensor,
-    residual: Tensor,
-    norm: Tensor,
-    eps: float,
-    weight: Packed,
-    activation: str | None = None,
-    bias: Tensor | None = None,
+    x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Packed, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A product of what ``add_norm`` gives, maybe with a gate: for one token on Hopper in one launch.
+    """A product of what ``add_norm`` gives: for one token on Hopper in one launch.
 
     Args:
         x: (M, K) float32, bfloat16 or float16.
         residual: (M, K) of the same dtype.
         norm: (K,) of the same dtype, the norm's weight.
         eps: added to the mean square.
-        weight: (N, K); with an activation (2 I, K), the rows of the gate before those of up.
-        activation: "silu", "gelu", "gelu_tanh" or "relu2"; None for the product alone.
+        weight: (N, K).
         bias: (N,) float32, bfloat16 or float16.
 
     Returns:
-        (M, N), or (M, I), as ``linear`` or ``gated`` gives it, and (M, K) ``round(x + residual)``.
+        (M, N) as ``linear`` gives it, and (M, K) ``round(x + residual)``.
 
     Raises:
-        UsageError: an unknown activation, or tensors that do not fit each other.
+        UsageError: tensors that do not fit each other.
         NoKernelError: nothing accepts this call.
     """
     x, residual, norm = _whole(x), _whole(residual), _whole(norm)
     kind = None if bias is None else _kind(bias)
-    key = "normed", _kind(x), _kind(residual), _kind(norm), kind, activation, forced_name()
+    key = "normed", _kind(x), _kind(residual), _kind(norm), kind, forced_name()
     known = weight.memo.get(key)
-    halves = 1 if activation is None else 2
-    out = torch.empty((len(x), weight.shape[-2] // halves), dtype=x.dtype, device=x.device)
+    out = torch.empty((len(x), weight.shape[-2]), dtype=x.dtype, device=x.device)
     total = torch.empty_like(x)
     if known is None or not known[0]():
         args = NormedArgs(
-            x=x, residual=residual, norm=norm, eps=eps, weight=weight, bias=bias, activation=activation, out=out,
-            total=total,
+            x=x, residual=residual, norm=norm, eps=eps, weight=weight, bias=bias, out=out, total=total
         )  # fmt: skip
         known = watched(list(weight.buffers().values())), _bound(args)
         keep(weight.memo, key, known)

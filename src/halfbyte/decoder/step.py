@@ -4,7 +4,7 @@
 
     tokens -> embed -> per layer [norm, qkv, attend, o, add and norm, gate_up, gate, down] -> norm -> head -> logits
 
-Where a GPU has kernels for it, a norm and the gate are part of the product beside them.
+Where a GPU has kernels for it, the first norm is part of qkv, and the gate of gate_up.
 
 On a GPU nothing here waits for the device, and all tensors that last are those of ``State``: a CUDA graph may hold it.
 """
@@ -88,22 +88,17 @@ def logits_of(decoder: Decoder, state: State) -> Tensor:
             window=layer.window,
             settled=True,  # the choice of tokens, and embed, come behind what wrote them
         )
-        up, residual = _normed(layer.gate_up, layer.o(mixed), residual, layer.after, decoder.activation)
-        x = layer.down(up)
+        x, residual = add_norm(layer.o(mixed), residual, layer.after.weight, layer.after.eps)
+        x = layer.down(_gated(layer.gate_up, x, decoder.activation))
     x, _ = add_norm(x, residual, decoder.norm.weight, decoder.norm.eps)
     return decoder.head(x)
 
 
-def _normed(
-    product: Product | None, x: Tensor, residual: Tensor | None, norm: Norm, activation: str | None = None
-) -> tuple[Tensor, Tensor]:
-    """What a product makes of the normalized sum, with the gate behind it if there is one; and the sum."""
-    if residual is not None and product is not None and product.packed is not None and x.is_cuda:
-        return normed(x, residual, norm.weight, norm.eps, product.packed, activation, product.bias)
+def _normed(product: Product, x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+    """What a product makes of the normalized sum; and the sum."""
+    if residual is not None and product.packed is not None and x.is_cuda:
+        return normed(x, residual, norm.weight, norm.eps, product.packed, product.bias)
     x, total = add_norm(x, residual, norm.weight, norm.eps)
-    if activation is not None:
-        return _gated(product, x, activation), total
-    assert product is not None
     return product(x), total
 
 

@@ -4,9 +4,9 @@
 
     total = round(x + residual)
     normed = round(norm * round(total / sqrt(mean(total * total) + eps)))
-    out = round(normed @ weight.T + bias), or of that what the gate makes of its halves
+    out = round(normed @ weight.T + bias)
 
-These are ``add_norm`` and ``linear`` or ``gated`` one after the other, to the bit where the sums are in the same order.
+These are ``add_norm`` and ``linear`` one after the other, to the bit where the sums are in the same order.
 """
 
 from __future__ import annotations
@@ -30,31 +30,21 @@ from halfbyte.kernels.base import (
     load_torch,
     why_not_torch,
 )
-from halfbyte.kernels.gated import GatedArgs, GatedCall, bound_linear, gated_cost
-from halfbyte.kernels.step import ACTIVATIONS, AddNormArgs, check
+from halfbyte.kernels.gated import bound_linear
+from halfbyte.kernels.step import AddNormArgs, check
 from halfbyte.layouts import Packed
 from halfbyte.numerics import Array
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormedCall(Call):
-    """As Call, of a weight (N, K), or (2 I, K) where there is an activation; results are of the activations' dtype."""
+    """As Call; results are of the activations' dtype."""
 
     op: str = "normed"
-    activation: str | None
 
     def linear(self) -> Call:
         """The product alone."""
-        return Call(**_same(self))
-
-    def gated(self) -> GatedCall:
-        """The product and its gate."""
-        assert self.activation is not None
-        return GatedCall(activation=self.activation, **_same(self))
-
-
-def _same(call: Call) -> dict[str, Any]:
-    return {field.name: getattr(call, field.name) for field in fields(Call) if field.name != "op"}
+        return Call(**{field.name: getattr(self, field.name) for field in fields(Call) if field.name != "op"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,10 +56,9 @@ class NormedArgs:
         residual: (M, K) of that dtype.
         norm: (K,) of that dtype.
         eps: added to the mean of squares.
-        weight: (N, K); with an activation (2 I, K), the rows of the gate before those of up.
+        weight: (N, K).
         bias: (N,) float32, bfloat16 or float16, or None.
-        activation: one of ``ACTIVATIONS``, or None.
-        out: (M, N), with an activation (M, I), of the dtype of x; written.
+        out: (M, N) of the dtype of x; written.
         total: (M, K) of that dtype; written.
     """
 
@@ -80,22 +69,17 @@ class NormedArgs:
     eps: float
     weight: Packed
     bias: Array | None
-    activation: str | None
     out: Array
     total: Array
 
     def __post_init__(self) -> None:
         check_kind(self.weight.layout)
-        if self.activation not in (None, *ACTIVATIONS):
-            raise UsageError("unknown activation", got=repr(self.activation), expected=" or ".join(ACTIVATIONS))
-        n, k = self.weight.shape[-2:]
-        m = self.x.shape[0]
-        halves = 1 if self.activation is None else 2
-        if n % halves or tuple(self.x.shape) != (m, k) or tuple(self.out.shape) != (m, n // halves):
+        (n, k), m = self.weight.shape[-2:], self.x.shape[0]
+        if tuple(self.x.shape) != (m, k) or tuple(self.out.shape) != (m, n):
             raise UsageError(
                 "x, weight and out do not fit each other",
                 got=f"{tuple(self.x.shape)}, {self.weight.shape} and {tuple(self.out.shape)}",
-                expected="(M, K), (N, K) and (M, N)" if halves == 1 else "(M, K), (2 I, K) and (M, I)",
+                expected="(M, K), (N, K) and (M, N)",
             )
         for name, shape in {"residual": (m, k), "norm": (k,), "total": (m, k)}.items():
             check(self.op, name, getattr(self, name), self.x, shape)
@@ -118,12 +102,12 @@ class NormedArgs:
             bias=self.bias is not None,
             capability=capability_of(self.x),
         )
-        return NormedCall(activation=self.activation, **_same(linear))
+        return NormedCall(**{field.name: getattr(linear, field.name) for field in fields(Call) if field.name != "op"})
 
 
 def normed_cost(call: NormedCall) -> Cost:
     """The product's, with the residual, the sum and the norm's weight."""
-    product = linear_cost(call.linear()) if call.activation is None else gated_cost(call.gated())
+    product = linear_cost(call.linear())
     width, size = call.shape[-1], float_dtype(call.dtype).itemsize
     return Cost(
         bytes=product.bytes + (2 * call.rows + 1) * width * size, flops=product.flops + 5 * call.rows * width
@@ -142,14 +126,8 @@ def _bind(args: NormedArgs) -> Callable[..., None]:
     )
     add_norm = select(AddNormArgs, norm_args.call()).bind
     assert add_norm is not None
-    normalize, given = add_norm(norm_args), {"x": between, "weight": args.weight, "bias": args.bias, "out": args.out}
-    if args.activation is None:
-        multiply = bound_linear(LinearArgs(**given))
-    else:
-        gated_args = GatedArgs(activation=args.activation, **given)
-        gated = select(GatedArgs, gated_args.call()).bind
-        assert gated is not None
-        multiply = gated(gated_args)
+    normalize = add_norm(norm_args)
+    multiply = bound_linear(LinearArgs(x=between, weight=args.weight, bias=args.bias, out=args.out))
 
     def run(x: Any, residual: Any, norm: Any, eps: float, bias: Any, out: Any, total: Any) -> None:
         between = torch.empty(shape, **of)
@@ -162,7 +140,7 @@ def _bind(args: NormedArgs) -> Callable[..., None]:
 COMPOSED: Final = Kernel(
     name="normed-composed",
     bundle=NormedArgs,
-    description="add_norm, then linear or gated",
+    description="add_norm and linear one after the other",
     refuse=lambda call: why_not_torch(call.library),
     load=load_torch,
     bind=_bind,

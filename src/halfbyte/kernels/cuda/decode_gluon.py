@@ -59,7 +59,7 @@ TILE: Final = 16
 """Features of a unit."""
 
 MOST_NORMED: Final = 1
-"""Tokens that a program normalizes, at most."""
+"""Tokens that a program normalizes, at most: more take longer than ``add_norm``, as does one with a gate."""
 MOST_WIDTH: Final = 8192
 """Values of each."""
 
@@ -96,7 +96,7 @@ FEW: Final = Decode()
 MANY: Final = Decode(tiles=2, ahead=3)
 """The default for 9 to 16 tokens."""
 FEW_GATED: Final = Decode(tiles=2, ahead=2)
-MANY_GATED: Final = Decode(warps=2, tiles=2, ahead=3)
+MANY_GATED: Final = Decode(tiles=2, ahead=3, registers=128)
 """The same of products with a gate."""
 CONFIGURATIONS: Final = (
     FEW,
@@ -111,13 +111,16 @@ CONFIGURATIONS: Final = (
     Decode(warps=8, tiles=1, ahead=2, prefetch=32),
     Decode(warps=8, tiles=1, ahead=3, prefetch=64, registers=64),
     Decode(warps=8, tiles=1, ahead=3, prefetch=128),
+    Decode(warps=8, tiles=1, ahead=3),
     Decode(warps=8, tiles=1, ahead=4),
     Decode(warps=8, tiles=1, ahead=4, prefetch=64),
+    Decode(warps=8, tiles=1, ahead=5),
     Decode(warps=8, tiles=1, ahead=5, prefetch=64),
     Decode(warps=8, tiles=1, ahead=6),
     Decode(warps=8, tiles=1, ahead=6, prefetch=64),
     Decode(warps=8, tiles=2, ahead=2),
     Decode(warps=8, tiles=2, ahead=3),
+    Decode(warps=16, tiles=1, ahead=4, registers=64),
 )
 """All that are chosen."""
 
@@ -158,7 +161,7 @@ def constants(
         "L": loops,
         "P": max(0, min(made.prefetch, units) - ahead * made.warps),
         "NB": 8 if rows <= 8 else 16,
-        "S": 1 if rows > 4 or loops else 8 >> (rows - 1).bit_length(),
+        "S": 1 if rows > (4 if gate is None else 1) or loops else 8 >> max(0, rows - 1).bit_length(),
         "PER_ROW": per_row,
         "BIAS": bias,
         "NORM": norm,
@@ -242,9 +245,9 @@ def bind_gated(args: GatedArgs, made: Decode | None = None) -> Callable[[Array, 
 
 
 def bind_normed(args: NormedArgs, made: Decode | None = None) -> Callable[..., None]:
-    """As ``bind``, with a norm and maybe a gate."""
-    call = args.call()
-    run = _bind(args, call.linear(), configure_normed(call) if made is None else made, args.activation, norm=True)
+    """As ``bind``, with a norm."""
+    call = args.call().linear()
+    run = _bind(args, call, configure(call) if made is None else made, norm=True)
 
     def bound(x: Any, residual: Any, norm: Any, eps: float, bias: Any, out: Any, total: Any) -> None:
         run(x, bias, out, residual.data_ptr(), norm.data_ptr(), total.data_ptr(), eps)
@@ -302,11 +305,6 @@ def configure_gated(call: GatedCall) -> Decode:
     return FEW_GATED if call.rows <= 8 else MANY_GATED
 
 
-def configure_normed(call: NormedCall) -> Decode:
-    """The configuration for a call with a norm."""
-    return configure(call.linear()) if call.activation is None else configure_gated(call.gated())
-
-
 def refuse_gated(call: GatedCall) -> tuple[str, ...]:
     """Why it declines a call with a gate."""
     from halfbyte.kernels import forced
@@ -323,16 +321,16 @@ def refuse_normed(call: NormedCall) -> tuple[str, ...]:
     """Why it declines a call with a norm."""
     from halfbyte.kernels import forced
 
-    reasons = refuse(call) if call.activation is None else refuse_gated(call.gated())
-    for op in (LinearArgs.op, GatedArgs.op, AddNormArgs.op):
+    reasons = refuse(call)
+    for op in (LinearArgs.op, AddNormArgs.op):
         wanted = forced(op)
-        if wanted not in (None, NAME, GATED.name):
+        if wanted not in (None, NAME):
             reasons = (*reasons, f"HALFBYTE_KERNEL asks for {wanted}")
     if call.rows > MOST_NORMED:
-        reasons = (*reasons, f"takes up to {MOST_NORMED} tokens, not {call.rows}")
+        reasons = (*reasons, f"normalizes {MOST_NORMED} token, not {call.rows}")
     if call.shape[-1] > MOST_WIDTH:
         reasons = (*reasons, f"normalizes rows of up to {MOST_WIDTH} values, not {call.shape[-1]}")
-    return tuple(dict.fromkeys(reasons))
+    return reasons
 
 
 def load_gated(call: GatedCall) -> None:
@@ -347,9 +345,9 @@ def load_normed(call: NormedCall) -> None:
     """Compile it."""
     import torch
 
-    made, device = configure_normed(call), torch.device(call.device)
+    linear, device = call.linear(), torch.device(call.device)
     for pdl in (False, True):
-        _program(call.linear(), "float32", made, device, pdl, call.activation, norm=True)
+        _program(linear, "float32", configure(linear), device, pdl, norm=True)
 
 
 def compile_as(call: Call, made: Decode) -> None:

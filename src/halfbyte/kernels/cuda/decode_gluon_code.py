@@ -162,6 +162,55 @@ def _normed(words, weights, factor, HALF: gl.constexpr):
     )
 
 
+@gluon.jit
+def _normalized(
+    x_at, residual_at, norm_at, total_at, k, real, eps, K: gl.constexpr, W: gl.constexpr, S: gl.constexpr,
+    NB: gl.constexpr, STEPS: gl.constexpr, X: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """x + residual, normalized: the words of ``_halves`` for each S units of a warp. The first program writes the sum.
+
+    Args:
+        x_at: (W, NB, 16) addresses of the first S units.
+        residual_at: those of the residual.
+        norm_at: those of the norm's weight.
+        total_at: those of the sum.
+        k: of the blocks at them.
+        real: where rows are.
+        eps: added to the mean of squares.
+    """
+    ADDED: gl.constexpr = _added_code(HALF)
+    sums = ()
+    weights = ()
+    squares = gl.zeros([W, NB, 16], gl.float32, X)
+    for j in gl.static_range(0, STEPS, S):
+        at = j * W * 32
+        there = None if (j + S) * W * 64 <= K else k + j * W * 64 < K
+        x1, x2 = _halves(x_at + at, None, there, NB)
+        r1, r2 = _halves(residual_at + at, None, there, NB)
+        weights = weights + (_halves(norm_at + at, None, there, NB),)
+        x1 = gl.inline_asm_elementwise(ADDED, "=r,r,r", [x1, r1], dtype=gl.int32, is_pure=True, pack=1)
+        x2 = gl.inline_asm_elementwise(ADDED, "=r,r,r", [x2, r2], dtype=gl.int32, is_pure=True, pack=1)
+        squares += _squares(x1, HALF) + _squares(x2, HALF)
+        sums = sums + ((x1, x2),)
+    squares = squares.reshape(W, NB // S, S, 16)
+    factor = gl.rsqrt(gl.sum(gl.sum(gl.sum(squares, axis=3), axis=2), axis=0) / K + eps)
+    factor = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, squares.type.layout))))
+    factor = factor.expand_dims(0).expand_dims(2).expand_dims(3) + gl.zeros_like(squares)
+    factor = gl.convert_layout(factor.reshape(W, NB, 16), X, assert_trivial=True)
+    if gl.program_id(0) == 0:
+        for j in gl.static_range(0, STEPS, S):
+            x1, x2 = sums[j // S]
+            there = real & (k + j * W * 64 < K)
+            gl.store(total_at + j * W * 32, x1, mask=there)
+            gl.store(total_at + (j * W * 32 + 4), x2, mask=there)
+    found = ()
+    for j in gl.static_range(0, STEPS, S):
+        x1, x2 = sums[j // S]
+        w1, w2 = weights[j // S]
+        found = found + ((_normed(x1, w1, factor, HALF), _normed(x2, w2, factor, HALF)),)
+    return found
+
+
 @gluon.constexpr_function
 def _prefetch_code(nbytes):
     ask = f"@first cp.async.bulk.prefetch.L2.global [$1], {nbytes};"
@@ -173,6 +222,24 @@ def _prefetch(at, BYTES: gl.constexpr):
     """One thread asks for so many bytes, a multiple of 16 as the address is, to come to L2."""
     CODE: gl.constexpr = _prefetch_code(BYTES)
     gl.inline_asm_elementwise(CODE, "=r,l", [at.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _passed_code(j, S):
+    """From two neighbouring columns of a lane, that of unit j and another, to those of which one is for unit j + 1."""
+    if j % 2 == 0:
+        return "mov.b32 $0, $2; mov.b32 $1, $2;"
+    if S == 2:
+        return "mov.b32 $0, $3; mov.b32 $1, $3;"
+    back = f"down.b32 $0, $3, {S // 2 - 1}, 0x1f" if j % S == S - 1 else "up.b32 $0, $3, 1, 0"
+    return f"shfl.sync.{back}, 0xffffffff; mov.b32 $1, $0;"
+
+
+@gluon.jit
+def _passed(acc, J: gl.constexpr, S: gl.constexpr):
+    """Sums of S neighbouring columns, of which that of unit J mod S counts, at the place of the next unit."""
+    CODE: gl.constexpr = _passed_code(J, S)
+    return gl.inline_asm_elementwise(CODE, "=f,=f,f,f", [acc], dtype=gl.float32, is_pure=False, pack=2)
 
 
 @gluon.jit
@@ -287,7 +354,7 @@ def decode(
     odd = (xm % 2 != 0) & (xk < 16) & (xw < W)
     unit = xm % S * W + xw
     x_row = gl.minimum(xm // S, M - 1) * (K // 2)
-    x_in = unit * 32 + xk // 4 * 8 + xk % 4
+    x_in = unit * 32 + xm * 0 + (xk // 4 * 8 + xk % 4)
     x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (x_row + x_in)
     if NB > 8:
         x_at += gl.where(odd, 4, 0)
@@ -301,7 +368,7 @@ def decode(
         else:
             codes = codes + (gl.load(codes_at + j * W * 128, mask=j * W + cw < UNITS, other=0, eviction_policy=KEEP),)
             scales = scales + (gl.load(scales_at + j * W * 32, mask=j * W + sw < UNITS, other=0, eviction_policy=KEEP),)
-    if PER_ROW:
+    if S > 1 and PER_ROW:
         for r in gl.static_range(R):
             _ask(scale2_ptr + (tile + r % T + r // T * STRIPES) * 16)
     if P:
@@ -313,42 +380,15 @@ def decode(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    ones = ()
-    twos = ()
     if NORM:
-        residual_at = residual_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (x_row + x_in)
-        norm_at = norm_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (x_in + xm * 0)
-        ADDED: gl.constexpr = _added_code(HALF)
-        weights = ()
-        squares = gl.zeros([W, NB, 16], gl.float32, X)
-        for j in gl.static_range(0, STEPS, S):
-            there = None if (j + S) * W * 64 <= K else (j * W + unit) * 64 + xk // 4 * 16 < K
-            x1, x2 = _halves(x_at + j * W * 32, odd, there, NB)
-            r1, r2 = _halves(residual_at + j * W * 32, odd, there, NB)
-            weights = weights + (_halves(norm_at + j * W * 32, odd, there, NB),)
-            x1 = gl.inline_asm_elementwise(ADDED, "=r,r,r", [x1, r1], dtype=gl.int32, is_pure=True, pack=1)
-            x2 = gl.inline_asm_elementwise(ADDED, "=r,r,r", [x2, r2], dtype=gl.int32, is_pure=True, pack=1)
-            squares += _squares(x1, HALF) + _squares(x2, HALF)
-            ones = ones + (x1,)
-            twos = twos + (x2,)
-        squares = squares.reshape(W, NB // S, S, 16)
-        factor = gl.rsqrt(gl.sum(gl.sum(gl.sum(squares, axis=3), axis=2), axis=0) / K + eps)
-        factor = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, squares.type.layout))))
-        factor = factor.expand_dims(0).expand_dims(2).expand_dims(3) + gl.zeros_like(squares)
-        factor = gl.convert_layout(factor.reshape(W, NB, 16), X, assert_trivial=True)
-        if gl.program_id(0) == 0:
-            total_at = total_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (x_row + x_in)
-            for j in gl.static_range(0, STEPS, S):
-                there = (xm // S < M) & ((j * W + unit) * 64 + xk // 4 * 16 < K)
-                gl.store(total_at + j * W * 32, ones[j // S], mask=there)
-                gl.store(total_at + j * W * 32 + 4, twos[j // S], mask=there)
-        for j in gl.static_range(0, STEPS, S):
-            w1, w2 = weights[j // S]
-            ones = ones + (_normed(ones[j // S], w1, factor, HALF),)
-            twos = twos + (_normed(twos[j // S], w2, factor, HALF),)
+        words: gl.constexpr = gl.pointer_type(gl.int32)
+        held = _normalized(
+            x_at, residual_ptr.to(words, bitcast=True) + (x_row + x_in), norm_ptr.to(words, bitcast=True) + x_in,
+            total_ptr.to(words, bitcast=True) + (x_row + x_in), unit * 64 + xk // 4 * 16, xm // S < M, eps,
+            K, W, S, NB, STEPS, X, HALF,
+        )  # fmt: skip
 
     acc = gl.zeros([W, R * 16, NB], gl.float32, MMA)
-    column = gl.arange(0, NB, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
     for _ in range(L):
         next_codes = ()
         next_scales = ()
@@ -362,12 +402,10 @@ def decode(
         codes_at += D * W * 128
         scales_at += D * W * 32
         x_at += D * W * 32
-    row = gl.arange(0, R * 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
-    n = (tile + _stripe(row // 16, T, STRIPES)) * 16 + row % 16
-    if PER_ROW:
-        scale2 = gl.load(scale2_ptr + n, mask=n < N, other=0.0) * FACTOR
-    else:
-        scale2 = gl.load(scale2_ptr) * FACTOR
+    if S > 1 and PER_ROW:  # which takes the registers of loads where there are more
+        row = gl.arange(0, R * 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
+        n = (tile + _stripe(row // 16, T, STRIPES)) * 16 + row % 16
+        scale2 = gl.load(scale2_ptr + n, mask=n < N, other=0.0)
     for j in gl.static_range(REST):
         if j + D < REST:
             if (L * D + j + D + 1) * W <= UNITS:
@@ -381,8 +419,7 @@ def decode(
                 )
         if (L * D + j) % S == 0:
             if NORM:
-                one = ones[(STEPS + S - 1) // S + j // S]
-                two = twos[(STEPS + S - 1) // S + j // S]
+                one, two = held[j // S]
             elif (L * D + j + S) * W * 64 <= K:
                 one, two = _halves(x_at + j * W * 32, odd, None, NB)
             else:
@@ -390,20 +427,26 @@ def decode(
                 one, two = _halves(x_at + j * W * 32, odd, there, NB)
             x = _operand(one, two, W, NB, B, HALF)
         w = _weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE)
-        if S == 1:
-            acc = mma_v2(w, x, acc)
-        else:
-            acc = gl.where(column % S == j % S, mma_v2(w, x, acc), acc)
+        acc = mma_v2(w, x, acc)
+        if S > 1 and j + 1 < STEPS:
+            acc = _passed(acc, j, S)
 
+    if S > 1:
+        column = gl.arange(0, NB, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
+        acc = gl.where(column % S == (STEPS - 1) % S, acc, 0.0)
     total = gl.sum(gl.sum(acc.reshape(W, R * 16, NB // S, S), axis=3), axis=0)
     OF: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    row = gl.arange(0, R * 16, layout=OF)
+    n = (tile + _stripe(row // 16, T, STRIPES)) * 16 + row % 16
     if PER_ROW:
-        total = total * gl.convert_layout(scale2, OF)[:, None]
+        if S > 1:
+            scale2 = gl.convert_layout(scale2, OF)
+        else:
+            scale2 = gl.load(scale2_ptr + n, mask=n < N, other=0.0)
+        total = total * (scale2 * FACTOR)[:, None]
     else:
-        total = total * scale2
+        total = total * (gl.load(scale2_ptr) * FACTOR)
     if BIAS:
-        row = gl.arange(0, R * 16, layout=OF)
-        n = (tile + _stripe(row // 16, T, STRIPES)) * 16 + row % 16
         total = total + gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
     if GATE is not None:
         both = total.to(out_ptr.dtype.element_ty).to(gl.float32).reshape(2, T * 16, NB // S).permute(1, 2, 0)
