@@ -88,7 +88,7 @@ def lookups(run: Callable[..., None], packed: Packed, dtype: Any) -> Callable[[A
     import torch
 
     k, device = packed.shape[-1], packed.buffers()["codes"].device
-    unchanged, make = watched(list(packed.buffers().values())), torch.empty
+    unchanged, make = _watched(list(packed.buffers().values())), torch.empty
 
     def call(ids: Array) -> Array | None:
         if not unchanged():
@@ -103,7 +103,7 @@ def lookups(run: Callable[..., None], packed: Packed, dtype: Any) -> Callable[[A
     return call
 
 
-def watched(buffers: list[Any]) -> Callable[[], bool]:
+def _watched(buffers: list[Any]) -> Callable[[], bool]:
     """A question: whether torch wrote to no buffer of a weight since, and on a GPU none has moved."""
     counted = [(b, b._version) for b in buffers if not b.is_inference()]
     moving = [(b, b.data_ptr()) for b in buffers if b.is_cuda]
@@ -149,7 +149,7 @@ def on_tensors(run: Callable[..., None], buffers: list[Any], shape: tuple[int, .
         pattern = torch.empty(1, dtype=like.dtype, device=like.device).expand(shape)  # holds one value
     make, allowed = torch.empty_like, torch.is_grad_enabled
     aligned = ALIGNED if like.is_cuda else 1
-    unchanged = watched(buffers)
+    unchanged = _watched(buffers)
 
     def call(x: Array, bias: Array | None) -> Array | None:
         if not unchanged():

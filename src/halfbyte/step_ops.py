@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError
-from halfbyte.kernels import AddNormArgs, AttendArgs, DenseArgs, GateArgs, GatedArgs, NormedArgs, PickArgs, select
+from halfbyte.kernels import AddNormArgs, AttendArgs, DenseArgs, GateArgs, GatedArgs, PickArgs, select
 from halfbyte.kernels.base import ALIGNED
 from halfbyte.layouts import Packed
 from halfbyte.operands import contiguous
-from halfbyte.remembered import forced_name, keep, on_tensors, watched
+from halfbyte.remembered import forced_name, keep, on_tensors
 
-__all__ = ["add_norm", "attend", "dense", "gate", "gated", "normed", "pick"]
+__all__ = ["add_norm", "attend", "dense", "gate", "gated", "pick"]
 
 _known: Final[dict[Any, Callable[..., None]]] = {}
 """What runs on calls of one key."""
@@ -195,42 +195,6 @@ def gated(x: Tensor, weight: Packed, activation: str, bias: Tensor | None = None
             keep(weight.memo, key, on_tensors(run, list(weight.buffers().values()), tuple(y.shape), y))
             run(x, bias, y)
     return y
-
-
-def normed(
-    x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Packed, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """A product of what ``add_norm`` gives: for one token on Hopper in one launch.
-
-    Args:
-        x: (M, K) float32, bfloat16 or float16.
-        residual: (M, K) of the same dtype.
-        norm: (K,) of the same dtype, the norm's weight.
-        eps: added to the mean square.
-        weight: (N, K).
-        bias: (N,) float32, bfloat16 or float16.
-
-    Returns:
-        (M, N) as ``linear`` gives it, and (M, K) ``round(x + residual)``.
-
-    Raises:
-        UsageError: tensors that do not fit each other.
-        NoKernelError: nothing accepts this call.
-    """
-    x, residual, norm = _whole(x), _whole(residual), _whole(norm)
-    kind = None if bias is None else _kind(bias)
-    key = "normed", _kind(x), _kind(residual), _kind(norm), kind, forced_name()
-    known = weight.memo.get(key)
-    out = torch.empty((len(x), weight.shape[-2]), dtype=x.dtype, device=x.device)
-    total = torch.empty_like(x)
-    if known is None or not known[0]():
-        args = NormedArgs(
-            x=x, residual=residual, norm=norm, eps=eps, weight=weight, bias=bias, out=out, total=total
-        )  # fmt: skip
-        known = watched(list(weight.buffers().values())), _bound(args)
-        keep(weight.memo, key, known)
-    known[1](x, residual, norm, eps, None if bias is None else contiguous(bias), out, total)
-    return out, total
 
 
 def pick(logits: Tensor, tokens: Tensor, counters: Tensor, log: Tensor) -> None:

@@ -159,7 +159,6 @@ CHAINS = {
         "step": {"base"},
         "step_torch": {"base", "step"},
         "gated": {"base", "step"},
-        "normed": {"base", "gated", "step"},
         "experts": {"base", "step"},
         "grouped": {"base"},
         "experts_torch": {"base", "experts", "fp8", "grouped", "step_torch", "cuda.shared"},

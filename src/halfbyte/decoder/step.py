@@ -4,8 +4,6 @@
 
     tokens -> embed -> per layer [norm, qkv, attend, o, add and norm, gate_up, gate, down] -> norm -> head -> logits
 
-Where a GPU has kernels for it, the first norm is part of qkv, and the gate of gate_up.
-
 On a GPU nothing here waits for the device, and all tensors that last are those of ``State``: a CUDA graph may hold it.
 """
 
@@ -16,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfbyte.decoder.families import Decoder, Norm
+from halfbyte.decoder.families import Decoder
 from halfbyte.decoder.product import Product
-from halfbyte.step_ops import add_norm, attend, gate, gated, normed
+from halfbyte.step_ops import add_norm, attend, gate, gated
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +71,9 @@ def logits_of(decoder: Decoder, state: State) -> Tensor:
     x = decoder.embed(state.tokens)
     residual: Tensor | None = None
     for i, layer in enumerate(decoder.layers):
-        qkv, residual = _normed(layer.qkv, x, residual, layer.before)
+        normed, residual = add_norm(x, residual, layer.before.weight, layer.before.eps)
         mixed = attend(
-            qkv,
+            layer.qkv(normed),
             state.cos,
             state.sin,
             state.positions,
@@ -88,18 +86,10 @@ def logits_of(decoder: Decoder, state: State) -> Tensor:
             window=layer.window,
             settled=True,  # the choice of tokens, and embed, come behind what wrote them
         )
-        x, residual = add_norm(layer.o(mixed), residual, layer.after.weight, layer.after.eps)
-        x = layer.down(_gated(layer.gate_up, x, decoder.activation))
-    x, _ = add_norm(x, residual, decoder.norm.weight, decoder.norm.eps)
-    return decoder.head(x)
-
-
-def _normed(product: Product, x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-    """What a product makes of the normalized sum; and the sum."""
-    if residual is not None and product.packed is not None and x.is_cuda:
-        return normed(x, residual, norm.weight, norm.eps, product.packed, product.bias)
-    x, total = add_norm(x, residual, norm.weight, norm.eps)
-    return product(x), total
+        normed, residual = add_norm(layer.o(mixed), residual, layer.after.weight, layer.after.eps)
+        x = layer.down(_gated(layer.gate_up, normed, decoder.activation))
+    normed, _ = add_norm(x, residual, decoder.norm.weight, decoder.norm.eps)
+    return decoder.head(normed)
 
 
 def _gated(gate_up: Product | None, x: Tensor, activation: str) -> Tensor:

@@ -15,7 +15,6 @@ from halfbyte.kernels import (
     gated,
     grouped,
     int8,
-    normed,
     pick,
     reference,
     routing,
@@ -53,7 +52,6 @@ from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
 from halfbyte.kernels.gated import GatedArgs
 from halfbyte.kernels.grouped import GroupedArgs, GroupedCall
 from halfbyte.kernels.int8 import Int8Args, Int8Call
-from halfbyte.kernels.normed import NormedArgs
 from halfbyte.kernels.pick import PickArgs
 from halfbyte.kernels.routing import RouteArgs
 from halfbyte.kernels.step import AddNormArgs, AttendArgs, GateArgs
@@ -75,8 +73,6 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     embedding.NUMPY,
     decode_gluon.GATED,
     gated.COMPOSED,
-    decode_gluon.NORMED,
-    normed.COMPOSED,
     experts_decode.GLUON,
     experts_torch.LOOP,
     grouped.LOOP,
@@ -142,7 +138,6 @@ __all__ = [
     "LinearArgs",
     "LlmFmha",
     "LlmFmhaPaged",
-    "NormedArgs",
     "PickArgs",
     "RouteArgs",
     "TensorDesc",

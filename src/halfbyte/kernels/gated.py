@@ -103,16 +103,6 @@ def gated_cost(call: GatedCall) -> Cost:
     return Cost(bytes=whole.bytes - half * float_dtype(call.dtype).itemsize, flops=whole.flops + 4 * half)
 
 
-def bound_linear(args: LinearArgs) -> Callable[[Array, Array | None, Array], None]:
-    """What the kernel chosen for a product does, whether or not it can be bound."""
-    from halfbyte.kernels import select
-
-    kernel, weight = select(LinearArgs, args.call()), args.weight
-    if kernel.bind is not None:
-        return kernel.bind(args)
-    return lambda x, bias, out: kernel.run(LinearArgs(x=x, weight=weight, bias=bias, out=out))
-
-
 def _bind(args: GatedArgs) -> Callable[[Array, Array | None, Array], None]:
     import torch
 
@@ -121,16 +111,23 @@ def _bind(args: GatedArgs) -> Callable[[Array, Array | None, Array], None]:
     rows, n = args.x.shape[0], args.weight.shape[0]
     of = {"dtype": args.x.dtype, "device": args.x.device}
     both = torch.empty((rows, n), **of)
-    multiply = bound_linear(LinearArgs(x=args.x, weight=args.weight, bias=args.bias, out=both))
-    gate_args = GateArgs(gate_up=both, activation=args.activation, out=args.out)
-    gate = select(GateArgs, gate_args.call()).bind
-    assert gate is not None
-    activate = gate(gate_args)
+    weight, activation = args.weight, args.activation
+    linear_args = LinearArgs(x=args.x, weight=weight, bias=args.bias, out=both)
+    gate_args = GateArgs(gate_up=both, activation=activation, out=args.out)
+    product, gate = select(LinearArgs, linear_args.call()), select(GateArgs, gate_args.call())
+    multiply = None if product.bind is None else product.bind(linear_args)
+    activate = gate.bind(gate_args) if gate.bind else None
 
     def run(x: Any, bias: Any, out: Any) -> None:
         both = torch.empty((rows, n), **of)
-        multiply(x, bias, both)
-        activate(both, out)
+        if multiply is None:
+            product.run(LinearArgs(x=x, weight=weight, bias=bias, out=both))
+        else:
+            multiply(x, bias, both)
+        if activate is None:
+            gate.run(GateArgs(gate_up=both, activation=activation, out=out))
+        else:
+            activate(both, out)
 
     return run
 

@@ -15,6 +15,10 @@ K products is off by at most K + 24 units of 2^-23. With u as for the reference,
 
 and a bias adds 2^-24. With one-hot activations y is the decoded weight, bit for bit but for the sign of zeros.
 
+A product has 8 columns at the least. Of M tokens, a power of two up to 4, each has 8 / M, and those hold x of as many
+units of a warp at once: so x is loaded once for 8 / M units and not once for each, which takes longer than to multiply.
+The column of a unit counts in its product, and is what the next unit's is added to.
+
 The code is compiled for K: a model has few. What is read, and how far ahead, is then known in it.
 
 The weight is read from global memory as it lies, ``ahead`` units of each warp before they are multiplied; units after
@@ -45,8 +49,6 @@ from halfbyte.kernels.cuda.fragments import decode_code, scale_code
 from halfbyte.kernels.cuda.launch import Program, program, why_not
 from halfbyte.kernels.cuda.shared import Written
 from halfbyte.kernels.gated import GatedArgs, GatedCall, gated_cost
-from halfbyte.kernels.normed import NormedArgs, NormedCall, normed_cost
-from halfbyte.kernels.step import AddNormArgs
 from halfbyte.layouts import Fragments
 from halfbyte.layouts.fragments import FACTOR, STEPS
 from halfbyte.numerics import BLOCK, Array
@@ -58,10 +60,8 @@ UNIT: Final = 64
 TILE: Final = 16
 """Features of a unit."""
 
-MOST_NORMED: Final = 1
-"""Tokens that a program normalizes, at most: more take longer than ``add_norm``, as does one with a gate."""
-MOST_WIDTH: Final = 8192
-"""Values of each."""
+MOST_FEW: Final = 4
+"""Tokens up to which columns of a product are for several units; with a gate it is one."""
 
 _PROGRAMS: Final = 64
 """Fewer are too few for a GPU that this runs on."""
@@ -127,25 +127,20 @@ CONFIGURATIONS: Final = (
 
 def signature(dtype: str, out_dtype: str, bias_dtype: str) -> dict[str, str]:
     """The types of the device code's arguments."""
-    x = f"*{_TYPES[dtype]}:16"
     return {
         "codes_ptr": "*i32:16",
         "scales_ptr": "*i16:16",
         "scale2_ptr": "*fp32",
-        "x_ptr": x,
+        "x_ptr": f"*{_TYPES[dtype]}:16",
         "bias_ptr": f"*{_TYPES[bias_dtype]}",
         "out_ptr": f"*{_TYPES[out_dtype]}",
-        "residual_ptr": x,
-        "norm_ptr": x,
-        "total_ptr": x,
         "M": "i32",
         "N": "i32",
-        "eps": "fp32",
     }
 
 
 def constants(
-    shape: tuple[int, int], rows: int, dtype: str, *, per_row: bool, bias: bool, made: Decode, gate: str | None = None, norm: bool = False,
+    shape: tuple[int, int], rows: int, dtype: str, *, per_row: bool, bias: bool, made: Decode, gate: str | None = None
 ) -> dict[str, Any]:
     """The constants of the device code for a weight (N, K) and so many tokens."""
     n, k = shape
@@ -153,7 +148,7 @@ def constants(
     steps = -(-units // made.warps)
     ahead = min(made.ahead, steps)
     r = tiles_of(n, made, gate)
-    loops = max(0, units // made.warps // ahead - 1) if steps * r > made.unroll and not norm else 0
+    loops = max(0, units // made.warps // ahead - 1) if steps * r > made.unroll else 0
     return {
         "K": k,
         "R": r,
@@ -161,10 +156,9 @@ def constants(
         "L": loops,
         "P": max(0, min(made.prefetch, units) - ahead * made.warps),
         "NB": 8 if rows <= 8 else 16,
-        "S": 1 if rows > (4 if gate is None else 1) or loops else 8 >> max(0, rows - 1).bit_length(),
+        "S": 1 if rows > (MOST_FEW if gate is None else 1) or loops else 8 >> max(0, rows - 1).bit_length(),
         "PER_ROW": per_row,
         "BIAS": bias,
-        "NORM": norm,
         "DECODE": decode_code(dtype),
         "SCALE": scale_code(dtype),
         "FACTOR": FACTOR,
@@ -173,12 +167,10 @@ def constants(
     }
 
 
-def parts(
-    call: Call, bias_dtype: str, made: Decode, gate: str | None = None, norm: bool = False
-) -> tuple[dict[str, str], dict[str, Any]]:
+def parts(call: Call, bias_dtype: str, made: Decode, gate: str | None = None) -> tuple[dict[str, str], dict[str, Any]]:
     """The signature and the constants for a call; without a bias its dtype is any."""
     n, k = call.shape
-    held = constants((n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made, gate=gate, norm=norm)
+    held = constants((n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made, gate=gate)
     return signature(call.dtype, call.out_dtype, bias_dtype), held
 
 
@@ -233,48 +225,37 @@ def refuse(call: Call) -> tuple[str, ...]:
 def bind(args: LinearArgs, made: Decode | None = None) -> Callable[[Array, Array | None, Array], None]:
     """What is left of a launch for calls like these; ``made`` instead of the configuration chosen."""
     call = args.call()
-    run = _bind(args, call, configure(call) if made is None else made)
-    return lambda x, bias, out: run(x, bias, out, None, None, None, 0.0)
+    return _bind(args, call, configure(call) if made is None else made)
 
 
 def bind_gated(args: GatedArgs, made: Decode | None = None) -> Callable[[Array, Array | None, Array], None]:
     """As ``bind``, with a gate."""
     call = args.call()
-    run = _bind(args, call.linear(), configure_gated(call) if made is None else made, args.activation)
-    return lambda x, bias, out: run(x, bias, out, None, None, None, 0.0)
-
-
-def bind_normed(args: NormedArgs, made: Decode | None = None) -> Callable[..., None]:
-    """As ``bind``, with a norm."""
-    call = args.call().linear()
-    run = _bind(args, call, configure(call) if made is None else made, norm=True)
-
-    def bound(x: Any, residual: Any, norm: Any, eps: float, bias: Any, out: Any, total: Any) -> None:
-        run(x, bias, out, residual.data_ptr(), norm.data_ptr(), total.data_ptr(), eps)
-
-    return bound
+    return _bind(args, call.linear(), configure_gated(call) if made is None else made, args.activation)
 
 
 def _bind(
-    args: LinearArgs | GatedArgs | NormedArgs, call: Call, made: Decode, gate: str | None = None, norm: bool = False
-) -> Callable[..., None]:
+    args: LinearArgs | GatedArgs, call: Call, made: Decode, gate: str | None = None
+) -> Callable[[Array, Array | None, Array], None]:
     n, rows = call.shape[0], call.rows
     buffers = args.weight.buffers()
     codes, scales, scale2 = (buffers[name].data_ptr() for name in ("codes", "scales", "scale2"))
     device = args.x.device
     grid = (-(-n // (TILE * tiles_of(n, made, gate))), 1, 1)
-    bias_dtype = "float32" if args.bias is None else dtype_name(args.bias.dtype)
-    ordinary, early = (_program(call, bias_dtype, made, device, pdl, gate, norm) for pdl in (False, True))
+    ordinary, early = (
+        _program(call, "float32" if args.bias is None else dtype_name(args.bias.dtype), made, device, pdl, gate)
+        for pdl in (False, True)
+    )
     written = Written(device)
     counted = not any(buffers[name].is_inference() for name in ("codes", "scales"))
 
-    def run(x: Any, bias: Any, out: Any, residual: Any, weights: Any, total: Any, eps: float) -> None:
+    def run(x: Any, bias: Any, out: Any) -> None:
         at = x.data_ptr()
         if at % ALIGNED:
             x = x.clone()
             at = x.data_ptr()
         added = None if bias is None else bias.data_ptr()
-        values = (codes, scales, scale2, at, added, out.data_ptr(), residual, weights, total, rows, n, eps)
+        values = (codes, scales, scale2, at, added, out.data_ptr(), rows, n)
         if written.over:
             early(grid, values)
         else:
@@ -285,14 +266,12 @@ def _bind(
     return run
 
 
-def _program(
-    call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool, gate: str | None = None, norm: bool = False
-) -> Program:
+def _program(call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool, gate: str | None = None) -> Program:
     from halfbyte.kernels.cuda.decode_gluon_code import decode
 
     return program(
         decode,
-        *parts(call, bias_dtype, made, gate, norm),
+        *parts(call, bias_dtype, made, gate),
         device=device,
         warps=made.warps,
         pdl=pdl,
@@ -317,37 +296,12 @@ def refuse_gated(call: GatedCall) -> tuple[str, ...]:
     return reasons
 
 
-def refuse_normed(call: NormedCall) -> tuple[str, ...]:
-    """Why it declines a call with a norm."""
-    from halfbyte.kernels import forced
-
-    reasons = refuse(call)
-    for op in (LinearArgs.op, AddNormArgs.op):
-        wanted = forced(op)
-        if wanted not in (None, NAME):
-            reasons = (*reasons, f"HALFBYTE_KERNEL asks for {wanted}")
-    if call.rows > MOST_NORMED:
-        reasons = (*reasons, f"normalizes {MOST_NORMED} token, not {call.rows}")
-    if call.shape[-1] > MOST_WIDTH:
-        reasons = (*reasons, f"normalizes rows of up to {MOST_WIDTH} values, not {call.shape[-1]}")
-    return reasons
-
-
 def load_gated(call: GatedCall) -> None:
     """Compile it."""
     import torch
 
     for pdl in (False, True):
         _program(call.linear(), "float32", configure_gated(call), torch.device(call.device), pdl, call.activation)
-
-
-def load_normed(call: NormedCall) -> None:
-    """Compile it."""
-    import torch
-
-    linear, device = call.linear(), torch.device(call.device)
-    for pdl in (False, True):
-        _program(linear, "float32", configure(linear), device, pdl, norm=True)
 
 
 def compile_as(call: Call, made: Decode) -> None:
@@ -377,13 +331,4 @@ GATED: Final = Kernel(
     cost=gated_cost,
     load=load_gated,
     bind=bind_gated,
-)
-NORMED: Final = Kernel(
-    name="gluon-normed",
-    bundle=NormedArgs,
-    description="gluon-decode, each program normalizes the token first; Hopper",
-    refuse=refuse_normed,
-    cost=normed_cost,
-    load=load_normed,
-    bind=bind_normed,
 )

@@ -76,11 +76,12 @@ def _weights(
 
 
 @gluon.jit
-def _halves(at, odd, there, NB: gl.constexpr):
-    """(W, NB, 16) addresses, of four words of the first half of each block -> the words of both halves.
+def _activations(
+    at, odd, there, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr, HALF: gl.constexpr
+):  # fmt: skip
+    """(W, NB, 16) addresses, of four words of each half block -> (W, 64, NB), as the operand B, k as of ``_weights``.
 
-    Rows lie multiples of 128 bytes apart, mostly, so in the same banks; where ``odd``, the address is that of the second
-    half, which is read first.
+    Rows lie multiples of 128 bytes apart, mostly, so in the same banks; where ``odd``, the second half is read first.
     """
     if there is None:
         one = gl.load(at)
@@ -88,17 +89,8 @@ def _halves(at, odd, there, NB: gl.constexpr):
     else:
         one = gl.load(at, mask=there, other=0)
         two = gl.load(at + gl.where(odd, -4, 4) if NB > 8 else at + 4, mask=there, other=0)
-    if NB > 8:
-        return gl.where(odd, two, one), gl.where(odd, one, two)
-    else:
-        return one, two
-
-
-@gluon.jit
-def _operand(one, two, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr, HALF: gl.constexpr):
-    """The words of both halves -> (W, 64, NB), as the operand B, k as of ``_weights``."""
-    low = _pair(one, HALF)
-    high = _pair(two, HALF)
+    low = _pair(gl.where(odd, two, one) if NB > 8 else one, HALF)
+    high = _pair(gl.where(odd, one, two) if NB > 8 else two, HALF)
     x = (
         gl.join(low, high).reshape(W, NB, 4, 2, 2, 2, 2).permute(0, 6, 3, 4, 2, 5, 1)
     )  # w m kt s i p h -> w | h s i kt p | m
@@ -106,109 +98,10 @@ def _operand(one, two, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr, HALF:
 
 
 @gluon.jit
-def _activations(at, odd, there, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr, HALF: gl.constexpr):
-    """The addresses of ``_halves`` -> ``_operand``."""
-    one, two = _halves(at, odd, there, NB)
-    return _operand(one, two, W, NB, B, HALF)
-
-
-@gluon.jit
 def _ask(at):
     """The line of an address comes to L2."""
     CODE: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(CODE, "=r,l", [at.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def _added_code(HALF):
-    return f"add.rn.{'bf16' if HALF.name == 'bf16' else 'f16'}x2 $0, $1, $2;"
-
-
-@gluon.constexpr_function
-def _wide_code(HALF):
-    """The pair in $1 as f32 in low and high."""
-    if HALF.name == "bf16":
-        wide = "shl.b32 low, $1, 16; and.b32 high, $1, 0xffff0000; "
-    else:
-        wide = "mov.b32 {a, b}, $1; cvt.f32.f16 low, a; cvt.f32.f16 high, b; "
-    return "{ .reg .b32 low, high; .reg .b16 a, b; " + wide
-
-
-@gluon.constexpr_function
-def _squares_code(HALF):
-    return _wide_code(HALF) + "mul.f32 high, high, high; fma.rn.f32 $0, low, low, high; }"
-
-
-@gluon.constexpr_function
-def _normed_code(HALF):
-    """A pair, one of weights, a factor -> the pair times the factor, rounded, times the weights, rounded."""
-    kind = "bf16x2" if HALF.name == "bf16" else "f16x2"
-    scaled = f"mul.f32 low, low, $3; mul.f32 high, high, $3; cvt.rn.{kind}.f32 low, high, low; "
-    return _wide_code(HALF) + scaled + f"mul.rn.{kind} $0, low, $2; }}"
-
-
-@gluon.jit
-def _squares(words, HALF: gl.constexpr):
-    """The sum of the squares of each pair."""
-    CODE: gl.constexpr = _squares_code(HALF)
-    return gl.inline_asm_elementwise(CODE, "=f,r", [words], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _normed(words, weights, factor, HALF: gl.constexpr):
-    CODE: gl.constexpr = _normed_code(HALF)
-    return gl.inline_asm_elementwise(
-        CODE, "=r,r,r,f", [words, weights, factor], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _normalized(
-    x_at, residual_at, norm_at, total_at, k, real, eps, K: gl.constexpr, W: gl.constexpr, S: gl.constexpr,
-    NB: gl.constexpr, STEPS: gl.constexpr, X: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
-    """x + residual, normalized: the words of ``_halves`` for each S units of a warp. The first program writes the sum.
-
-    Args:
-        x_at: (W, NB, 16) addresses of the first S units.
-        residual_at: those of the residual.
-        norm_at: those of the norm's weight.
-        total_at: those of the sum.
-        k: of the blocks at them.
-        real: where rows are.
-        eps: added to the mean of squares.
-    """
-    ADDED: gl.constexpr = _added_code(HALF)
-    sums = ()
-    weights = ()
-    squares = gl.zeros([W, NB, 16], gl.float32, X)
-    for j in gl.static_range(0, STEPS, S):
-        at = j * W * 32
-        there = None if (j + S) * W * 64 <= K else k + j * W * 64 < K
-        x1, x2 = _halves(x_at + at, None, there, NB)
-        r1, r2 = _halves(residual_at + at, None, there, NB)
-        weights = weights + (_halves(norm_at + at, None, there, NB),)
-        x1 = gl.inline_asm_elementwise(ADDED, "=r,r,r", [x1, r1], dtype=gl.int32, is_pure=True, pack=1)
-        x2 = gl.inline_asm_elementwise(ADDED, "=r,r,r", [x2, r2], dtype=gl.int32, is_pure=True, pack=1)
-        squares += _squares(x1, HALF) + _squares(x2, HALF)
-        sums = sums + ((x1, x2),)
-    squares = squares.reshape(W, NB // S, S, 16)
-    factor = gl.rsqrt(gl.sum(gl.sum(gl.sum(squares, axis=3), axis=2), axis=0) / K + eps)
-    factor = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, squares.type.layout))))
-    factor = factor.expand_dims(0).expand_dims(2).expand_dims(3) + gl.zeros_like(squares)
-    factor = gl.convert_layout(factor.reshape(W, NB, 16), X, assert_trivial=True)
-    if gl.program_id(0) == 0:
-        for j in gl.static_range(0, STEPS, S):
-            x1, x2 = sums[j // S]
-            there = real & (k + j * W * 64 < K)
-            gl.store(total_at + j * W * 32, x1, mask=there)
-            gl.store(total_at + (j * W * 32 + 4), x2, mask=there)
-    found = ()
-    for j in gl.static_range(0, STEPS, S):
-        x1, x2 = sums[j // S]
-        w1, w2 = weights[j // S]
-        found = found + ((_normed(x1, w1, factor, HALF), _normed(x2, w2, factor, HALF)),)
-    return found
 
 
 @gluon.constexpr_function
@@ -269,12 +162,8 @@ def decode(
     x_ptr,
     bias_ptr,
     out_ptr,
-    residual_ptr,
-    norm_ptr,
-    total_ptr,
     M,
     N,
-    eps,
     K: gl.constexpr,
     R: gl.constexpr,
     D: gl.constexpr,
@@ -284,7 +173,6 @@ def decode(
     S: gl.constexpr,
     PER_ROW: gl.constexpr,
     BIAS: gl.constexpr,
-    NORM: gl.constexpr,
     DECODE: gl.constexpr,
     SCALE: gl.constexpr,
     FACTOR: gl.constexpr,
@@ -302,9 +190,6 @@ def decode(
         x_ptr: (M, K) bf16 or f16.
         bias_ptr: (N,), if BIAS.
         out_ptr: (M, N); (M, N / 2) with a GATE.
-        residual_ptr: (M, K) as x, if NORM.
-        norm_ptr: (K,) as x, if NORM.
-        total_ptr: (M, K) as x, if NORM.
         M: 1 to NB / S.
         N: at least 16 R - 15.
         K: a multiple of 16.
@@ -312,12 +197,10 @@ def decode(
         D: units of each warp and tile on their way ahead of the one that is multiplied.
         L: runs of D units that are a loop; what is left is unrolled.
         P: units of each tile, behind the D of all warps, that are asked for into L2; there are so many.
-        eps: added to the mean of squares, if NORM.
         NB: columns of a product, 8 or 16.
         S: units of a warp whose x fill its columns, NB / S of each; 1 if L.
         PER_ROW: scale2 has N values.
         BIAS: a bias is added.
-        NORM: x + residual is normalized as by ``add_norm``, and that is multiplied; the first program writes the sum.
         DECODE: assembly: a word and a pair of scales -> four pairs of products.
         SCALE: assembly: two scale bytes -> a pair of scales.
         FACTOR: what products lack beside scale2.
@@ -353,9 +236,8 @@ def decode(
     xk = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
     odd = (xm % 2 != 0) & (xk < 16) & (xw < W)
     unit = xm % S * W + xw
-    x_row = gl.minimum(xm // S, M - 1) * (K // 2)
-    x_in = unit * 32 + xm * 0 + (xk // 4 * 8 + xk % 4)
-    x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (x_row + x_in)
+    x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + gl.minimum(xm // S, M - 1) * (K // 2)
+    x_at = x_at + (unit * 32 + xk // 4 * 8 + xk % 4)
     if NB > 8:
         x_at += gl.where(odd, 4, 0)
 
@@ -380,14 +262,6 @@ def decode(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    if NORM:
-        words: gl.constexpr = gl.pointer_type(gl.int32)
-        held = _normalized(
-            x_at, residual_ptr.to(words, bitcast=True) + (x_row + x_in), norm_ptr.to(words, bitcast=True) + x_in,
-            total_ptr.to(words, bitcast=True) + (x_row + x_in), unit * 64 + xk // 4 * 16, xm // S < M, eps,
-            K, W, S, NB, STEPS, X, HALF,
-        )  # fmt: skip
-
     acc = gl.zeros([W, R * 16, NB], gl.float32, MMA)
     for _ in range(L):
         next_codes = ()
@@ -418,14 +292,8 @@ def decode(
                     gl.load(scales_at + (j + D) * W * 32, mask=sw < left, other=0, eviction_policy=KEEP),
                 )
         if (L * D + j) % S == 0:
-            if NORM:
-                one, two = held[j // S]
-            elif (L * D + j + S) * W * 64 <= K:
-                one, two = _halves(x_at + j * W * 32, odd, None, NB)
-            else:
-                there = ((L * D + j) * W + unit) * 64 + xk // 4 * 16 < K
-                one, two = _halves(x_at + j * W * 32, odd, there, NB)
-            x = _operand(one, two, W, NB, B, HALF)
+            there = None if (L * D + j + S) * W * 64 <= K else ((L * D + j) * W + unit) * 64 + xk // 4 * 16 < K
+            x = _activations(x_at + j * W * 32, odd, there, W, NB, B, HALF)
         w = _weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE)
         acc = mma_v2(w, x, acc)
         if S > 1 and j + 1 < STEPS:
