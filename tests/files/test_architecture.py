@@ -192,7 +192,8 @@ CHAINS = {
     },
     "parallel": {
         "push": {"push_code"},
-        "ranks": {"push"},
+        "copies": {"push_code"},
+        "ranks": {"copies", "push"},
         "layers": {"ranks"},
         "experts": {"layers", "ranks"},
         "styles": {"experts", "layers", "ranks"},
