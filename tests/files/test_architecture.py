@@ -211,6 +211,7 @@ TILED = {
     "attend_gluon": {"step"},
     "experts_decode": {"decode_gluon", "experts"},
     "experts_triton": {"experts"},
+    "grouped_triton": {"experts_triton"},
 }
 """In kernels.cuda: whose parts a kernel has."""
 

@@ -37,6 +37,7 @@ from halfbyte.kernels.cuda import (
     fp8_gluon,
     gemm,
     gemm_gluon,
+    grouped_triton,
     scaled_mm,
 )
 from halfbyte.kernels.cuda import embedding as cuda_embedding
@@ -77,6 +78,7 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     experts_decode.GLUON,
     experts_triton.TRITON,
     experts_torch.LOOP,
+    grouped_triton.TRITON,
     grouped.LOOP,
     cuda_step.ADD_NORM,
     attend_gluon.GLUON,
