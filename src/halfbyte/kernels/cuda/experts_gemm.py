@@ -269,9 +269,7 @@ def compiled(made: Grouped, product: Product, device: Any) -> Program:
     """The program of a product."""
     from halfbyte.kernels.cuda.experts_gemm_code import experts as code
 
-    return program(
-        code, signature(made, product), constants(made, product), device=device, pdl=True, **options(made)
-    )
+    return program(code, signature(made, product), constants(made, product), device=device, pdl=True, **options(made))
 
 
 def bind(args: ExpertsArgs, made: ExpertsGemm | None = None) -> Callable[[Any, Any, Any, Any], None]:
