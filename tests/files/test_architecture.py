@@ -126,11 +126,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "torch_experts",
     ),
     "decoder": (*RUN, "ops", "nn", "step_ops", "route_op"),
-    "hf": (*RUN, *STACKS, "recipes", "dialects", "checkpoint", "writing", "operands", "ops", "torch_ops", "nn"),
-    "products": (*BASE, "modules", "experts"),
+    "hf": (
+        *(*RUN, *STACKS, "recipes", "dialects", "checkpoint", "writing", "cuts", "operands", "ops", "torch_ops", "nn"),
+        "parallel",
+    ),
+    "products": (*BASE, "modules", "experts", "cuts"),
     "session": (*RUN, *STACKS, "dialects", "checkpoint", "plans", "timing", "decoder", "hf"),
     "model_bench": ("errors", "findings", "decoder", "session", "timing"),
-    "parallel": (*RUN, "ops", "torch_ops", "nn"),
+    "parallel": (*RUN, "nn"),
     "timing": BASE,
     "trials": (*RUN, "lossy"),
     "tuned": BASE,
@@ -201,8 +204,17 @@ CHAINS = {
         "fp8": {"base"},
         "swap": {"linear"},
     },
+    "parallel": {
+        "push": {"push_code"},
+        "copies": {"push_code"},
+        "ranks": {"copies", "push"},
+        "layers": {"ranks"},
+        "experts": {"layers", "ranks"},
+        "styles": {"experts", "layers", "ranks"},
+    },
     "hf": {
-        "filling": {"fusing", "names", "pending", "plan", "reading", "report", "saving"},
+        "filling": {"fusing", "names", "pending", "plan", "reading", "report", "saving", "splitting"},
+        "splitting": {"names", "plan"},
         "loading": {"filling", "quantizer"},
         "plan": {"fusing", "names", "report"},
         "quantizer": {"filling", "pending"},
@@ -224,6 +236,10 @@ TILED = {
     "fp8_gluon": {"gemm_gluon"},
     "attend_gluon": {"step"},
     "experts_decode": {"decode_gluon", "experts"},
+    "experts_gemm": {"gemm_gluon", "experts"},
+    "grouped_gluon": {"experts_gemm"},
+    "experts_triton": {"experts"},
+    "grouped_triton": {"experts_triton"},
 }
 """In kernels.cuda: whose parts a kernel has."""
 
