@@ -46,7 +46,7 @@ class ExpertsTriton:
     warps: int = 4
     stripes: int = 2
     units: int = 1
-    stages: int = 3
+    stages: int = 2
 
 
 CONFIGURATIONS: Final = (
@@ -141,7 +141,8 @@ def products_of(args: ExpertsArgs, made: ExpertsTriton) -> Callable[..., None]:
     """What ``Layer`` takes: both launches; in Triton's interpreter of tensors for addresses."""
     call, device, few = args.call(), args.hidden.device, made.size == FEW
     biases = [args.gate_up_bias, args.down_bias]
-    first, second = programs(call, made, device, tuple("float32" if b is None else dtype_name(b.dtype) for b in biases))
+    kinds = ["float32" if b is None else dtype_name(b.dtype) for b in biases]
+    first, second = programs(call, made, device, (kinds[0], kinds[1]))
     plain = bool(first.plainly)
 
     def at(a: Any) -> Any:
