@@ -238,6 +238,7 @@ TILED = {
     "experts_gemm": {"gemm_gluon", "experts"},
     "grouped_gluon": {"experts_gemm"},
     "experts_triton": {"experts"},
+    "grouped_triton": {"experts_triton"},
 }
 """In kernels.cuda: whose parts a kernel has."""
 

@@ -19,14 +19,14 @@ from halfbyte.kernels.cuda.experts_triton import CONFIGURATIONS, configure, list
 def test_in_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-m", "gpu_experts", "interpreted"],
+        [sys.executable, "-m", "gpu_experts", "interpreted", "grouped"],
         capture_output=True,
         text=True,
         env=environment,
         cwd=Path(__file__).parents[1],
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "interpreted 18\n"), done.stderr[-3000:]
+    assert (done.returncode, done.stdout) == (0, "interpreted 18\ngrouped 15\n"), done.stderr[-3000:]
 
 
 def call(rows, capability=90, layout="fragments", dtype="bfloat16", **changes):

@@ -41,6 +41,7 @@ from halfbyte.kernels.cuda import (
     gemm,
     gemm_gluon,
     grouped_gluon,
+    grouped_triton,
     scaled_mm,
 )
 from halfbyte.kernels.cuda import embedding as cuda_embedding
@@ -86,6 +87,7 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     experts_triton.TRITON,
     experts_torch.LOOP,
     grouped_gluon.GLUON,
+    grouped_triton.TRITON,
     grouped.LOOP,
     cuda_step.ADD_NORM,
     attend_gluon.GLUON,
