@@ -29,7 +29,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from halfbyte import nn
 from halfbyte.layouts import Fragments, Rows
 from halfbyte.parallel import ColumnParallel, Ranks, RowParallel
-from halfbyte.parallel import layers as split_layers
+from halfbyte.parallel import ranks as split_ranks
+from halfbyte.parallel.copies import Copies
+from halfbyte.parallel.push import Push
 from halfbyte.step_ops import add_norm, attend, gated
 from halfbyte.weight import Weight
 
@@ -83,13 +85,6 @@ class Stack(torch.nn.Module):
         parallelize_module(self, mesh, {f"layers.*.{name}": style for name, style in plan.items()})
         self.caches = {}
         return self
-
-    def exact(self, asked: bool) -> None:
-        """Whether the ranks' parts are added in float32."""
-        for layer in self.layers:
-            own: Any = layer
-            for row in (own.o, own.down):
-                row.exact, row.out_dtype = asked, torch.float32 if asked else None
 
     def _heads(self, layer: Any) -> tuple[int, int]:
         q, k, _ = layer.qkv.sizes
@@ -211,18 +206,18 @@ class Program:
                 f"off by {off:.1e}; same bits on all ranks: {same}"
             )
 
-        measured(1, "as it is")
-        self.say(f"small sums go by {ranks.how}")
-        if ranks._push is not None:
-            kept, ranks._push = ranks._push, None
-            measured(1, "NCCL alone")
-            ranks._push = kept
-        for exact in (True, False):
-            stack.exact(exact)
-            for rows in (2048, 1 << 30):
-                split_layers.OVERLAPPED = rows
-                parts = "parts added in float32" if exact else "parts rounded, then added"
-                measured(self.given.many, parts + (", in halves" if rows == 2048 else ""))
+        made = ranks._made
+        for kind, m in ((Push, 1), (Copies, self.given.many)):
+            sizes = (512, 1024, 2048, 4096) if kind is Copies and self.device.type == "cuda" else (1024,)
+            for rows in sizes:
+                split_ranks.CHUNK = rows
+                measured(m, "as it is" if kind is Push else f"{rows} rows at once")
+            split_ranks.CHUNK = 1024
+            if made.get(kind) is not None:
+                kept, made[kind] = made[kind], None
+                measured(m, "NCCL alone")
+                made[kind] = kept
+        self.say(f"{ranks.how or 'all sums by gloo'}")
         self.exchanges()
         ranks.check()
         self.say(f"all took {time.perf_counter() - started:.0f} s")
@@ -234,7 +229,8 @@ class Program:
             for dtype in (torch.float32, torch.bfloat16):
                 part = torch.zeros(m, hidden, dtype=dtype, device=self.device)
                 ways: dict[str, Callable[[], Any]] = {"all_reduce": lambda p=part: dist.all_reduce(p, group=group)}
-                ways["Ranks.sum"] = lambda p=part: ranks.sum(p, None, self.dtype)
+                if dtype == torch.float32:
+                    ways["halfbyte"] = self.own(ranks, part)
                 if self.device.type == "cuda":
                     ways |= self.symmetric(m, dtype)
                 for name, run in ways.items():
@@ -245,6 +241,17 @@ class Program:
                     except Exception as error:
                         text = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
                     self.say(f"sum of ({m}, {hidden}) {str(dtype)[6:]:9} {name:20} {text}")
+
+    def own(self, ranks: Ranks, part: Tensor) -> Callable[[], Any]:
+        """The library's sum, of many rows in chunks one after the other."""
+        chunk = ranks.chunk(len(part), part.shape[1], self.dtype)
+        out = torch.empty_like(part, dtype=self.dtype)
+
+        def run() -> None:
+            for start in range(0, len(part), chunk):
+                ranks.add(part[start : start + chunk], None, out[start : start + chunk])
+
+        return run if chunk else lambda: ranks.sum(part, None, self.dtype)
 
     def symmetric(self, m: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         """Torch's own sums over symmetric memory."""

@@ -177,17 +177,6 @@ def mixture(mesh: Any, style: str, tokens: int, options: dict[str, Any], ids: An
     return whole(x, indices, weights).numpy(), made, told, str(told)
 
 
-def rounded(mesh: Any) -> Any:
-    """A row-parallel layer whose parts are bfloat16 when they are added."""
-    whole, cut = layer("nvfp4", 32, 128), layer("nvfp4", 32, 128)
-    parallelize_module(cut, mesh, RowParallel(exact=False))
-    assert cut.out_dtype is None
-    x = inputs(3, 128).bfloat16()
-    ranks = Ranks.of(mesh)
-    own = x.chunk(ranks.size, -1)[ranks.rank]
-    return whole(x).float().numpy(), cut(own).float().numpy()
-
-
 def refused(mesh: Any, what: str) -> None:
     """Something that does not split over some number of ranks."""
     if what == "rows":
@@ -231,17 +220,6 @@ def late(mesh: Any, seconds: float) -> Any:
     return ranks.sum(torch.ones(4), None, torch.float32)
 
 
-def in_two(mesh: Any, biased: bool) -> Any:
-    """A sum whose rows are added by one rank each, and what it should be."""
-    ranks = Ranks.of(mesh)
-    parts = [torch.arange(8.0 * 6).reshape(8, 6) * (r + 1) for r in range(ranks.size)]
-    bias = torch.arange(6.0) if biased else None
-    out = torch.empty(8, 6, dtype=torch.bfloat16)
-    made = ranks._in_two(parts[ranks.rank], bias, out)
-    wanted = sum(parts) if bias is None else sum(parts) + bias
-    return made.float().numpy(), wanted.bfloat16().float().numpy()
-
-
 def sums_on_gpus(mesh: Any, n: int, biased: bool) -> Any:
     """A sum of whole numbers by calls, one after the other, and by a CUDA graph; what it should be; how it went."""
     ranks = Ranks.of(mesh)
@@ -271,7 +249,7 @@ def layers_on_gpus(mesh: Any, rows: int) -> Any:
     """Gate and up, then down: whole, and split over the ranks."""
 
     def made() -> Any:
-        up, down = random_weight(1024, 512, seed=1), random_weight(512, 1024, seed=2)
+        up, down = random_weight(1024, 512, seed=1), random_weight(1024, 1024, seed=2)
         layout = "fragments"
         return torch.nn.Sequential(
             nn.Linear(hb.pack(up.torch("cuda"), layout)), nn.Linear(hb.pack(down.torch("cuda"), layout))

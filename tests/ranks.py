@@ -84,8 +84,9 @@ def _serve(rank: int, size: int, store: str, timeout: float, device: str, asked:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
-    pairs = init_device_mesh(device, (size // 2, 2), mesh_dim_names=("pair", "ranks"))
-    meshes = {2: pairs["ranks"], size: init_device_mesh(device, (size,), mesh_dim_names=("ranks",))}
+    meshes = {size: init_device_mesh(device, (size,), mesh_dim_names=("ranks",))}
+    if size > 2:
+        meshes[2] = init_device_mesh(device, (size // 2, 2), mesh_dim_names=("pair", "ranks"))["ranks"]
     while (task := asked.get()) is not None:
         case, ranks, args = task
         try:

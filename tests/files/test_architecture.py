@@ -206,7 +206,8 @@ CHAINS = {
     },
     "parallel": {
         "push": {"push_code"},
-        "ranks": {"push"},
+        "copies": {"push_code"},
+        "ranks": {"copies", "push"},
         "layers": {"ranks"},
         "experts": {"layers", "ranks"},
         "styles": {"experts", "layers", "ranks"},

@@ -40,7 +40,7 @@ def test_sums_are_exact_and_equal(pool, n, bias):
     assert first[2] == second[2]
 
 
-@pytest.mark.parametrize("rows", [1, 16, 4096])
+@pytest.mark.parametrize("rows", [1, 16, 600, 4099])
 def test_layers_on_two_gpus(pool, rows):
     first, second = answers(pool, cases.layers_on_gpus, rows)
     whole, made = first

@@ -55,7 +55,7 @@ class Part:
     def join(self, made: Any, ranks: Ranks) -> None:
         """Make a layer with this part exchange with the other ranks, where it must."""
         if self.how == "row":
-            summed(made, ranks, True)
+            summed(made, ranks)
         elif self.how == "gathered":
             gathered(made, ranks, self.size)
 

@@ -18,9 +18,6 @@ from halfbyte.numerics import BLOCK
 from halfbyte.parallel.ranks import Ranks, even_share
 from halfbyte.weight import Fp8Weight, Weight
 
-OVERLAPPED: Final = 2048
-"""From so many rows on a row-parallel layer on a GPU computes in halves."""
-
 Rows = list[tuple[int, int]]
 """Ranges of rows or columns, which lie one after the other in a rank's part."""
 
@@ -40,31 +37,34 @@ class _Summed(Exchanging):
 
     summed_bias: Tensor | None
     summed_dtype: torch.dtype | None
-    exact: bool
+    out_features: int
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K of this rank) to (..., N), equal on all ranks."""
-        rows = x.numel() // max(x.shape[-1], 1)
-        if x.is_cuda and rows >= OVERLAPPED and self.ranks.size > 1:
-            return self._overlapped(x.reshape(rows, -1)).reshape(*x.shape[:-1], -1)
-        return self._sum(super().forward(x), x.dtype)
-
-    def _sum(self, part: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        to = dtype if self.summed_dtype is None else self.summed_dtype
-        return self.ranks.sum(part.float() if self.exact else part, self.summed_bias, to, out)
-
-    def _overlapped(self, x: Tensor) -> Tensor:
-        """The same in two halves: the first one's sum is exchanged while the second is multiplied."""
-        main: Any = torch.cuda.current_stream(x.device)
-        side = self.ranks.side_stream()
-        half = len(x) // 2 // self.ranks.size * self.ranks.size
-        first = super().forward(x[:half])
         to = x.dtype if self.summed_dtype is None else self.summed_dtype
-        out = torch.empty(len(x), first.shape[1], dtype=to, device=x.device)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            self._sum(first, x.dtype, out[:half])
-        self._sum(super().forward(x[half:]), x.dtype, out[half:])
+        rows = x.numel() // max(x.shape[-1], 1)
+        chunk = self.ranks.chunk(rows, self.out_features, to) if x.is_cuda else 0
+        if chunk:
+            return self._in_chunks(x.reshape(rows, -1), to, chunk).reshape(*x.shape[:-1], -1)
+        return self.ranks.sum(super().forward(x).float(), self.summed_bias, to)
+
+    def _in_chunks(self, x: Tensor, to: torch.dtype, chunk: int) -> Tensor:
+        """The same: the sums of some rows are exchanged while the next are multiplied."""
+        ranks, bias, rows = self.ranks, self.summed_bias, len(x)
+        out = torch.empty(rows, self.out_features, dtype=to, device=x.device)
+        main: Any = torch.cuda.current_stream(x.device)
+        side = ranks.side_stream()
+        kept = []  # none of them may be written to before all is done
+        whole = rows // ranks.size * ranks.size
+        for start in range(0, whole, chunk):
+            some = slice(start, min(start + chunk, whole))
+            part: Tensor = super().forward(x[some]).float()
+            kept.append(part)
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                ranks.add(part, bias, out[some])
+        if whole < rows:
+            out[whole:] = ranks.sum(super().forward(x[whole:]).float(), bias, to)
         main.wait_stream(side)
         return out
 
@@ -113,21 +113,15 @@ SINGLE: Final = tuple(_ROWS)
 """Classes of layers that can be split."""
 
 
-def summed(module: Any, ranks: Ranks, exact: bool) -> None:
-    """Make a layer that has its rank's columns already add its result to those of the other ranks.
-
-    Args:
-        module: of a class of ``SINGLE``.
-        ranks: who adds.
-        exact: whether parts are added in float32; else each is rounded to the result's dtype before.
-    """
+def summed(module: Any, ranks: Ranks) -> None:
+    """Make a layer that has its rank's columns already add its result to those of the other ranks."""
     bias = module._parameters.pop("bias", None)
     module.__class__ = _ROWS[type(module)]
     module.ranks = ranks
     module.register_parameter("bias", None)
     module.register_parameter("summed_bias", bias)
-    module.summed_dtype, module.exact = getattr(module, "out_dtype", None), exact
-    if exact and not isinstance(module, torch.nn.Linear):
+    module.summed_dtype = getattr(module, "out_dtype", None)
+    if not isinstance(module, torch.nn.Linear):
         module.out_dtype = torch.float32
 
 

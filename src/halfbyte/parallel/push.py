@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from halfbyte import gpu
@@ -16,7 +15,7 @@ from halfbyte.errors import RankError
 
 BLOCK: Final = 128
 """Values of a program, one for each thread."""
-SLOTS: Final = 1024
+SLOTS: Final = 4096
 """Programs at most."""
 HOPPER: Final = (9, 0)
 """From which compute capability on it starts before the kernel ahead has ended, and waits for it."""
@@ -72,18 +71,3 @@ class Push:
                 f"rank {self.rank} got no answer in a sum over {self.size} ranks within {self.patience / 1e9:g} s",
                 hint="look for the first error among all ranks; this process cannot go on",
             )
-
-
-def made(group: Any, rank: int, size: int, timeout: float) -> tuple[Push | None, str]:
-    """A Push, or None on every rank and why it cannot be on one of them."""
-    push, reason = None, gpu.missing()
-    if reason is None:
-        try:
-            push = Push(group, rank, size, timeout)
-        except (RuntimeError, ImportError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    able = torch.tensor([push is not None], dtype=torch.int32, device="cuda")
-    dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
-    if int(able):
-        return push, ""
-    return None, reason or "another rank cannot"

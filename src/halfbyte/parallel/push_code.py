@@ -108,3 +108,35 @@ def push_sum(
     if tl.min(came, 0) == 0:  # behind its barrier every warp has read the counter
         tl.store(failed, 1)
     tl.store(counters + pid, call)
+
+
+@triton.jit
+def add_parts(
+    own,
+    others,
+    bias,
+    out,
+    n,
+    width,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """BLOCK values of all ranks' parts added in the order of the ranks, then the bias, and rounded.
+
+    Args:
+        own: (n,) f32, this rank's.
+        others: (RANKS, n) f32, those of the others.
+        bias: (width,), or anything where not BIAS.
+        out: (n,).
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for r in tl.static_range(RANKS):
+        part = own if r == RANK else others + r * n
+        term = tl.load(part + at, at < n, other=0.0)
+        total = term if r == 0 else total + term
+    if BIAS:
+        total += tl.load(bias + at % width, at < n, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), at < n)

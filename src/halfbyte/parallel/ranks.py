@@ -15,11 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from halfbyte import gpu
 from halfbyte.errors import RankError, UsageError
-from halfbyte.parallel import push
+from halfbyte.parallel.copies import Copies
+from halfbyte.parallel.push import MOST, Push
 
 TIMEOUT: Final = 60.0
 """Seconds that a rank waits for the others."""
+LARGE: Final = 1 << 22
+"""From so many values on GPUs add by copies."""
+CHUNK: Final = 1024
+"""Rows that they add at once: while these are copied, the next are multiplied."""
 
 
 def start(device: str | None = None, *, timeout: float = TIMEOUT) -> DeviceMesh:
@@ -52,7 +58,8 @@ def start(device: str | None = None, *, timeout: float = TIMEOUT) -> DeviceMesh:
     if not dist.is_initialized():
         backend = "nccl" if kind == "cuda" else "gloo"
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+            of = torch.device("cuda", local) if kind == "cuda" else None
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=of)
         except RuntimeError as error:
             raise _lost("the ranks did not all come together", error) from error
     made = DeviceMesh(kind, list(range(dist.get_world_size())), mesh_dim_names=("ranks",))
@@ -84,7 +91,7 @@ class Ranks:
         self.group: Any = mesh.get_group()
         self.rank, self.size, self.timeout = mesh.get_local_rank(), mesh.size(), TIMEOUT
         self.device_type = mesh.device_type
-        self._push: push.Push | None = None
+        self._made: dict[type, Any] = {}
         self._side: Any = None
         self.how = "gloo" if self.device_type == "cpu" else ""
 
@@ -112,43 +119,45 @@ class Ranks:
         """Where what is exchanged lies."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device_type == "cuda" else torch.device("cpu")
 
-    def sum(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    def sum(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The ranks' parts added in their dtype, then the bias in float32, then rounded: the same bits on every rank.
 
         Args:
             part: (..., N), of each rank the same shape; it may be overwritten.
             bias: (N,) or None.
             dtype: of the result.
-            out: what it is written to, contiguous; by default a new tensor.
 
         Raises:
             RankError: another rank failed, or did not come in time.
         """
         total = part.contiguous()
         if self.size > 1 and total.numel():
-            if total.is_cuda:
-                if not self.how:
-                    self._meet()
-                if self._push is not None and total.numel() <= push.MOST and total.dtype == torch.float32:
-                    return self._push.sum(total, bias, torch.empty_like(total, dtype=dtype) if out is None else out)
-                rows = total.reshape(-1, total.shape[-1])
-                if len(rows) % self.size == 0:
-                    return self._in_two(rows, bias, torch.empty_like(total, dtype=dtype) if out is None else out)
+            if total.is_cuda and total.dtype == torch.float32:
+                small = self._small() if total.numel() <= MOST else None
+                if small is not None:
+                    return small.sum(total, bias, torch.empty_like(total, dtype=dtype))
             self._call("a sum", lambda: dist.all_reduce(total, group=self.group))
         if bias is not None:
             total = total.float() + bias.float()
-        made = total.to(dtype)
-        return made if out is None else out.copy_(made)
+        return total.to(dtype)
 
-    def _in_two(self, rows: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """``sum`` where each rank adds some rows and rounds them, so that sums are sent in the result's dtype."""
-        own = rows.new_empty(len(rows) // self.size, rows.shape[1])
-        self._call("a sum", lambda: _scatter(own, rows, group=self.group))
-        if bias is not None:
-            own = own.float() + bias.float()
-        rounded = own.to(out.dtype)
-        self._call("a sum", lambda: _gather(out.view(rows.shape), rounded, group=self.group))
-        return out
+    def chunk(self, rows: int, width: int, dtype: torch.dtype) -> int:
+        """Of how many rows of float32 at once ``add`` best makes sums of ``dtype``; 0 where ``sum`` is for all of them.
+
+        Raises:
+            RankError: as ``sum``.
+        """
+        if self.device_type != "cuda" or self.size == 1 or dtype.itemsize != 2 or rows * width < LARGE:
+            return 0
+        large = self._large()
+        return 0 if large is None else min(CHUNK // self.size * self.size, large.rows(width))
+
+    def add(self, part: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """``sum`` of a ``chunk`` to ``out``: copies on the current stream, beside which another may compute."""
+        large = self._large()
+        if large is None:
+            raise UsageError("these ranks add no chunks", got=self.how)
+        self._call("a sum", lambda: large.add(part, bias, out))
 
     def side_stream(self) -> Any:
         """A stream of this rank's GPU beside the current one."""
@@ -157,22 +166,44 @@ class Ranks:
             self._side = cuda.Stream(self.device, priority=-1)
         return self._side
 
-    def _meet(self) -> None:
-        """See that the GPUs' memory can be written to by each other; once, and never in a CUDA graph."""
+    def _small(self) -> Push | None:
+        if Push not in self._made:
+            self._meet(Push)
+        made: Push | None = self._made[Push]
+        return made
+
+    def _large(self) -> Copies | None:
+        if Copies not in self._made:
+            self._meet(Copies)
+        made: Copies | None = self._made[Copies]
+        return made
+
+    def _meet(self, kind: type) -> None:
+        """See whether the GPUs' memory can be written to by each other; once, and never in a CUDA graph."""
         if torch.cuda.is_current_stream_capturing():
             raise UsageError("the ranks' first sum cannot be in a CUDA graph", hint="call the model once before")
-        self._push, reason = push.made(self.group, self.rank, self.size, self.timeout)
-        self.how = (
-            f"NCCL alone ({reason})" if reason else f"writes to each other of up to {push.MOST} values, else NCCL"
-        )
+        made, reason = None, gpu.missing()
+        if reason is None:
+            try:
+                made = kind(self.group, self.rank, self.size, self.timeout)
+            except (RuntimeError, ImportError, AttributeError, TypeError) as error:
+                reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        able = torch.tensor([made is not None], dtype=torch.int32, device=self.device)
+        self._call("a meeting", lambda: dist.all_reduce(able, dist.ReduceOp.MIN, group=self.group))
+        self._made[kind] = made if int(able) else None
+        told = "small sums by one kernel" if kind is Push else "large ones by copies"
+        if not int(able):
+            told = f"{'small' if kind is Push else 'large'} sums by NCCL ({reason or 'another rank cannot otherwise'})"
+        self.how = f"{self.how}, {told}" if self.how else told
 
     def check(self) -> None:
         """Wait for this rank's GPU; RankError where another rank did not answer it."""
-        if self._push is not None:
-            self._push.check()
+        small = self._made.get(Push)
+        if small is not None:
+            small.check()
 
     def gather(self, part: Tensor, width: int) -> Tensor:
-        """The ranks' columns side by side.
+        """The ranks' columns side by side; on GPUs a -0 may come out as 0.
 
         Args:
             part: (..., S or fewer): of the first ranks S columns, as ``share`` gives them.
@@ -187,6 +218,12 @@ class Ranks:
         if self.size == 1:
             return part
         lead, most = part.shape[:-1], share(width, 0, self.size)[1]
+        lanes = part.numel() // max(part.shape[-1], 1)
+        small = self._small() if part.is_cuda and 0 < lanes * width <= MOST else None
+        if small is not None:  # each rank's columns, and zeros beside them, are added
+            whole = torch.zeros(*lead, width, dtype=torch.float32, device=part.device)
+            whole[..., self.rank * most : self.rank * most + part.shape[-1]] = part
+            return small.sum(whole, None, torch.empty_like(whole, dtype=part.dtype))
         own = part
         if most * self.size != width:
             own = part.new_zeros(*lead, most)
@@ -240,13 +277,19 @@ class Ranks:
     def wait(self, event: Any) -> None:
         """Wait for an event of CUDA; RankError where that takes longer than the timeout."""
         end = time.monotonic() + self.timeout
-        while not event.query():
+        while not self._done(event):
             if time.monotonic() > end:
                 raise RankError(
                     f"another rank did not answer rank {self.rank} in {self.timeout:g} s",
                     hint="look for the first error among all ranks; this process cannot go on",
                 )
             time.sleep(20e-6)
+
+    def _done(self, event: Any) -> bool:
+        try:
+            return bool(event.query())
+        except RuntimeError as error:
+            raise _lost(f"the GPU of rank {self.rank} failed", error) from error
 
     def _all(self, own: Tensor) -> Tensor:
         """The ranks' tensors of one shape, one after the other, flat."""
@@ -263,8 +306,7 @@ class Ranks:
 
 
 _gather: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter: Final[Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Torch's later names for them, and the former."""
+"""Torch's later name for it, and the former."""
 _known: Final[WeakKeyDictionary[Any, Ranks]] = WeakKeyDictionary()
 
 

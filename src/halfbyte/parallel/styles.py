@@ -84,24 +84,16 @@ class RowParallel(ParallelStyle):
     Its x is the rank's own columns. The ranks' products are added in float32, then the bias, once; the sum is rounded
     once and is the same on all ranks. It is for ``nn.Linear``, ``nn.Fp8Linear`` and ``torch.nn.Linear``.
 
-    Args:
-        exact: False rounds each rank's product to the result's dtype before they are added, which halves what is sent
-            in bfloat16 and float16.
-
     Raises:
         UsageError: when it is applied, a K or a module that does not split.
     """
-
-    def __init__(self, *, exact: bool = True) -> None:
-        super().__init__()
-        self.exact = exact
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if type(module) not in SINGLE:
             raise UsageError("a module of this class is not row-parallel", got=type(module).__name__)
         ranks = Ranks.of(device_mesh)
         cut_columns(module, ranks)
-        summed(module, ranks, self.exact)
+        summed(module, ranks)
         return module
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from halfbyte.kernels.base import Kernel
 from halfbyte.kernels.cuda.launch import why_not
-from halfbyte.kernels.cuda.step import TYPES, add_up_parts, compiled, in_shares
+from halfbyte.kernels.cuda.step import TYPES, compiled, in_shares, load_add_up
 from halfbyte.kernels.step import AttendArgs, AttendCall, attend_cost
 
 DTYPES: Final = ("bfloat16", "float16")
@@ -26,8 +26,8 @@ MOST_GROUP: Final = 8
 DIMS: Final = (64, 128)
 ENTRIES: Final = 16
 """Of a warp at once."""
-AT_ONCE: Final = {4: 264, 8: 132}
-"""Programs of so many warps that the registers of an H200 hold."""
+AT_ONCE: Final = 264
+"""Programs of 4 warps that the registers of an H200 hold."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,10 @@ class Attend:
 
 
 def configure(call: AttendCall) -> Attend:
-    """As many splits as run at once, or fewer whose largest is no larger; of 8 warps, where each key head has one."""
-    pairs = call.rows * call.kv_heads
-    warps = 8 if pairs <= AT_ONCE[8] else 4
-    blocks = -(-call.room // (ENTRIES * warps))
-    most = max(1, AT_ONCE[warps] // pairs)
-    return Attend(splits=-(-blocks // -(-blocks // most)), warps=warps)
+    """As many splits as run at once, or fewer whose largest is no larger."""
+    blocks = -(-call.room // (ENTRIES * Attend.warps))
+    most = max(1, AT_ONCE // (call.rows * call.kv_heads))
+    return Attend(splits=-(-blocks // -(-blocks // most)))
 
 
 def parts(call: AttendCall, made: Attend, settled: bool) -> tuple[Any, Any, int]:
@@ -106,13 +104,10 @@ def load(call: AttendCall) -> None:
     import torch
 
     from halfbyte.kernels.cuda.attend_gluon_code import attend
-    from halfbyte.kernels.cuda.step_code import add_up
 
     made = configure(call)
-    device = torch.device(call.device)
-    compiled(attend, *parts(call, made, False), device=device, early=True, registers=made.registers)
-    if made.splits > 1:
-        compiled(add_up, *add_up_parts(call, made.splits, call.capability), device=device, early=True)
+    compiled(attend, *parts(call, made, False), device=torch.device(call.device), early=True, registers=made.registers)
+    load_add_up(call, made.splits)
 
 
 GLUON: Final = Kernel(

@@ -45,8 +45,6 @@ class Product:
         tiles: of 16 results, of a program; with a gate it has as many of each half.
         ahead: units of each warp and tile that are on their way.
         unroll: units of a warp, of all its tiles, at most, that are not a loop.
-        prefetch: units of a tile, at most, that are on their way at the start where there are lists: those of
-            ``ahead`` to registers, the others to L2.
         x_ahead: units of each warp of activations that are on their way, where there are lists.
         registers: of a thread, at most; None leaves it to the compiler.
     """
@@ -55,7 +53,6 @@ class Product:
     tiles: int = 1
     ahead: int = 3
     unroll: int = 32
-    prefetch: int = 0
     x_ahead: int = 0
     registers: int | None = None
 
@@ -110,14 +107,7 @@ def programs_of(rows: int, made: Product) -> int:
 def ahead_of(k: int, tiles: int, made: Product) -> dict[str, int]:
     """The constants of a product with lists that say what is on its way, and what is a loop."""
     ahead, loops = depth(k, tiles, made)
-    begun = ahead * made.warps
-    return {
-        "D": ahead,
-        "L": loops,
-        "P": max(0, min(made.prefetch, -(-k // UNIT)) - begun),
-        "X_AHEAD": min(made.x_ahead, ahead),
-        "NB": COLUMNS,
-    }
+    return {"D": ahead, "L": loops, "X_AHEAD": min(made.x_ahead, ahead), "NB": COLUMNS}
 
 
 def depth(k: int, tiles: int, made: Product) -> tuple[int, int]:
@@ -244,21 +234,12 @@ def refuse(call: ExpertsCall) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def bind(
-    args: ExpertsArgs, made: ExpertsDecode | None = None, *, settled: bool = False
-) -> Callable[[Any, Any, Any, Any], None]:
-    """A call's launches.
-
-    Args:
-        args: of calls like these.
-        made: instead of the configuration chosen.
-        settled: ids, or lists, and weights were written before the kernel ahead of the products begins.
-    """
+def bind(args: ExpertsArgs, made: ExpertsDecode | None = None) -> Layer:
+    """A call's launches; ``made`` instead of the configuration chosen."""
     call = args.call()
     made = configure(call) if made is None else made
     biases = [args.gate_up_bias, args.down_bias]
     one, two = ("float32" if b is None else dtype_name(b.dtype) for b in biases)
-    first, second = programs(call, made, args.hidden.device, (one, two), settled)
     stacks = [
         tuple(stack.buffers()[name].data_ptr() for name in ("codes", "scales", "scale2"))
         for stack in (args.gate_up, args.down)
@@ -266,28 +247,26 @@ def bind(
     added = [None if b is None else b.data_ptr() for b in biases]
     rows = call.shape[-2], call.shape[-1]
     each = programs_of(call.inner, made.first), programs_of(rows[1], made.second)
+    alone = listless(call)
+    blocks, device = expected_blocks(call), args.hidden.device
+    grids = (blocks * each[0], 1, 1), (each[1] if alone else blocks * each[1], 1, 1)
+    table = table_of(args) if alone else None
+    said = refused.word(device).data_ptr() if alone else 0
 
-    blocks = expected_blocks(call)
-    grids = (blocks * each[0], 1, 1), (each[1] if listless(call) else blocks * each[1], 1, 1)
-    if listless(call):
-        table = table_of(args)
-        said = refused.word(args.hidden.device).data_ptr()
+    def launches(settled: bool) -> Callable[..., None]:
+        first, second = programs(call, made, device, (one, two), settled)
 
-        def products(hidden: Any, indices: Any, weights: Any, out: Any, lists: Any, h: int, y: int) -> None:
-            ids = indices.data_ptr()
-            first(grids[0], (*stacks[0], hidden.data_ptr(), added[0], h, ids, table, rows[0], each[0]))
-            second(
-                grids[1],
-                (*stacks[1], h, added[1], out.data_ptr(), ids, table, weights.data_ptr(), said, rows[1], each[1]),
-            )
+        def run(hidden: Any, indices: Any, weights: Any, out: Any, lists: tuple[int, ...], h: int, y: int) -> None:
+            routing: tuple[Any, ...] = lists
+            to, scaled = y, tuple[int, ...]()
+            if alone:
+                routing, to, scaled = (indices.data_ptr(), table), out.data_ptr(), (weights.data_ptr(), said)
+            first(grids[0], (*stacks[0], hidden.data_ptr(), added[0], h, *routing, rows[0], each[0]))
+            second(grids[1], (*stacks[1], h, added[1], to, *routing, *scaled, rows[1], each[1]))
 
-        return Layer(args, 0, products)
+        return run
 
-    def listed(hidden: Any, indices: Any, weights: Any, out: Any, lists: tuple[int, ...], h: int, y: int) -> None:
-        first(grids[0], (*stacks[0], hidden.data_ptr(), added[0], h, *lists, rows[0], each[0]))
-        second(grids[1], (*stacks[1], h, added[1], y, *lists, rows[1], each[1]))
-
-    return Layer(args, COLUMNS, listed)
+    return Layer(args, 0 if alone else COLUMNS, launches(False), settled=lambda: launches(True))
 
 
 def expected_blocks(call: ExpertsCall) -> int:
@@ -297,7 +276,7 @@ def expected_blocks(call: ExpertsCall) -> int:
     """
     local, slots = len(call.mixture.local), call.rows * call.top
     if listless(call):
-        return min(call.top, -(-2 * slots * local // call.mixture.experts))
+        return min(call.top, -(-4 * slots * local // call.mixture.experts))
     most = most_blocks(slots, local, COLUMNS)
     even = most_blocks(-(-slots * local // call.mixture.experts), local, COLUMNS)
     return min(most, even + max(4, even // 2))

@@ -15,7 +15,6 @@ from halfbyte.kernels.cuda.decode_gluon_code import (
     _activated,
     _codes_layout,
     _pair,
-    _prefetch,
     _scales_layout,
     _stripe,
     _weights,
@@ -124,7 +123,6 @@ def _block(
     R: gl.constexpr,
     D: gl.constexpr,
     L: gl.constexpr,
-    P: gl.constexpr,
     X_AHEAD: gl.constexpr,
     NB: gl.constexpr,
     PER_ROW: gl.constexpr,
@@ -173,11 +171,6 @@ def _block(
         c, s = _request(codes_at, scales_at, cw, sw, j, None, None, W, UNITS - j * W, KEEP)
         codes = codes + (c,)
         scales = scales + (s,)
-    if P:
-        for r in gl.static_range(R):
-            ahead = (place * STRIPES + tile + r % T + r // T * PART).to(gl.int64) * UNITS + D * W
-            _prefetch(codes_ptr + ahead * 128, P * 512)
-            _prefetch(scales_ptr + ahead * 32, P * 64)
     xw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None, None]
     xm = gl.arange(0, NB, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
     xk = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
@@ -283,7 +276,6 @@ def listed(
     R: gl.constexpr,
     D: gl.constexpr,
     L: gl.constexpr,
-    P: gl.constexpr,
     X_AHEAD: gl.constexpr,
     NB: gl.constexpr,
     PER_ROW: gl.constexpr,
@@ -319,7 +311,6 @@ def listed(
         R: tiles of a program.
         D: units of each warp and tile on their way ahead of the one that is multiplied.
         L: runs of D units that are a loop; what is left is unrolled.
-        P: units of each tile, behind the D of all warps, that are asked for into L2; there are so many.
         X_AHEAD: steps of activations that are on their way, up to D.
         NB: 8 or 16.
         PER_ROW: scale2 has N values of each expert.
@@ -346,7 +337,7 @@ def listed(
         place = gl.load(blocks_ptr + after // PROGRAMS, mask=after < items, other=0, cache_modifier=".cg")
         _block(
             codes_ptr, scales_ptr, scale2_ptr, x_ptr, bias_ptr, out_ptr, slots_ptr, b, here, item % PROGRAMS, N, K,
-            TOP, R, D, L, P, X_AHEAD, NB, PER_ROW, BIAS, DECODE, SCALE, FACTOR, KEEP, ACTIVATION, GATED, UP_FIRST,
+            TOP, R, D, L, X_AHEAD, NB, PER_ROW, BIAS, DECODE, SCALE, FACTOR, KEEP, ACTIVATION, GATED, UP_FIRST,
             LIMIT, EARLY,
         )  # fmt: skip
     if EARLY:
