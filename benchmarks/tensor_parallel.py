@@ -208,7 +208,7 @@ class Program:
 
         made = ranks._made
         for kind, m in ((Push, 1), (Copies, self.given.many)):
-            sizes = (512, 1024, 2048, 4096) if kind is Copies and self.device.type == "cuda" else (1024,)
+            sizes = (256, 512, 1024) if kind is Copies and self.device.type == "cuda" else (1024,)
             for rows in sizes:
                 split_ranks.CHUNK = rows
                 measured(m, "as it is" if kind is Push else f"{rows} rows at once")
