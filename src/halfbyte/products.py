@@ -37,6 +37,7 @@ class Product:
         shape: (N, K); of "other" the tensor's own.
         per_row: the second scale, or the scale of an FP8 weight, may differ by row.
         pre_scale: activations are multiplied first.
+        input_scale: there is one, by which W4A4 products round activations.
         bias: one is added.
         blocks: an FP8 weight has a scale for each block.
         experts: how many there are, of which a token takes some; None where it takes the one there is.
@@ -51,6 +52,7 @@ class Product:
     shape: tuple[int, ...]
     per_row: bool = False
     pre_scale: bool = False
+    input_scale: bool = False
     bias: bool = False
     blocks: bool = False
     experts: int | None = None
@@ -108,6 +110,7 @@ def _product(module: Module) -> Product:
         shape=module.shape if role == "other" else (n, k),
         per_row=granularity == "row" or (halves and module.kind == "nvfp4"),
         pre_scale="pre_scale" in module.roles,
+        input_scale="input_scale" in module.roles,
         bias="bias" in module.roles,
         blocks=granularity == "block",
         experts=experts[0] if stacked and experts else None,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.argument("path")
 @click.option("--device", default="cpu", show_default=True, metavar="[cpu|cuda|cuda:sm_90]", help="That it runs on.")
 @click.option("--tokens", default="1,16,512", show_default=True, metavar="M,...", help="Tokens of a step.")
-@click.option("--precision", default="exact", show_default=True, metavar="[exact|int8|fp8]", help="Of products.")
+@click.option("--precision", default="exact", show_default=True, metavar="[exact|int8|fp8|w4a4]", help="Of products.")
 @click.option("--dtype", metavar="[bfloat16|float16|float32]", help="Of activations; by default the config's.")
 @click.option("--layout", metavar="NAME", help="Of NVFP4 weights; by default fragments on a GPU, else rows.")
 @click.option("--no-fuse", is_flag=True, help="q, k, v and gate, up are products of their own.")

@@ -30,8 +30,8 @@ class Group(Linear):
         bias: of all rows as for Linear, or a list with that of each layer, None for one without.
         out_dtype: as for Linear.
         precision: as for Linear.
-        input_scales: of each layer, where they differ: floats, None for a layer without. No product needs them; they
-            are kept for ``weights``.
+        input_scales: of each layer, where they differ: floats, None for a layer without. They are kept for
+            ``weights``; a product that needs them (precision "w4a4") is refused.
 
     Raises:
         UsageError: sizes that do not add up, and as Linear.
@@ -63,6 +63,10 @@ class Group(Linear):
                 raise UsageError("the input scales do not fit the layers", got=len(input_scales), expected=len(own))
             numbers = [float("nan") if scale is None else float(scale) for scale in input_scales]
             kept = torch.tensor(numbers, dtype=torch.float32, device=self.held()["scale2"].device)
+            if precision == "w4a4":
+                raise UsageError(
+                    "layers of different input scales are no one product in W4A4", got=numbers, hint="pass fuse=False"
+                )
         self.register_buffer("input_scales", kept)
 
     def resize(self, sizes: Sequence[int]) -> None:

@@ -30,7 +30,7 @@ from halfbyte.products import (
 )
 
 TOKENS: Final = (1, 16, 512)
-PRECISIONS: Final = ("exact", "int8", "fp8")
+PRECISIONS: Final = ("exact", "int8", "fp8", "w4a4")
 DTYPES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Of activations, and bytes of a value."""
 ACTIVATIONS: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
@@ -57,7 +57,7 @@ def plan(
         path: a directory, a file, or a hub name.
         device: as for ``halfbyte.plan``: "cpu", "cuda", or "cuda:sm_90" for a GPU that need not be here.
         tokens: numbers of tokens in a step.
-        precision: "exact", "int8" or "fp8".
+        precision: "exact", "int8", "fp8" or "w4a4".
         dtype: of activations; by default the config's, or bfloat16.
         layout: of NVFP4 weights; by default "fragments" on a GPU and "rows" elsewhere.
         fuse: q, k and v run as one product, and gate and up.
@@ -214,7 +214,8 @@ class _Planner:
         if one.kind == "fp8":
             return Form(shape=one.shape, kind="fp8", per_row=one.per_row, pre_scale=one.pre_scale, bias=one.bias,
                         blocks=one.blocks)  # fmt: skip
-        of: dict[str, Any] = {"per_row": one.per_row, "pre_scale": one.pre_scale, "bias": one.bias}
+        of: dict[str, Any] = {"per_row": one.per_row, "pre_scale": one.pre_scale, "bias": one.bias,
+                              "input_scale": one.input_scale}  # fmt: skip
         layout = self.asked or ("rows" if self.kind != "cuda" or self.dtype == "float32" else "fragments")
         if layout == "fragments":
             layout = f"fragments(dtype={self.dtype})"
