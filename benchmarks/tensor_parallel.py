@@ -180,6 +180,42 @@ class Program:
         with torch.no_grad():
             return self.slowest(repeated(lambda: stack(x), self.device, count, batches))
 
+    def pieces(self, stack: Stack, name: str) -> None:
+        """What each operation of a layer takes for one token, weights in rotation over the layers."""
+        x, layers = self.tokens(1), list(stack.layers)
+        first: Any = layers[0]
+        heads = stack._heads(first)[0]
+        mixed = torch.ones(1, heads * stack.dim, dtype=self.dtype, device=self.device)
+        inner = torch.ones(1, first.gate_up.sizes[0], dtype=self.dtype, device=self.device)
+        qkv = first.qkv(x)
+        residual = x.clone()
+
+        def attended(layer: Any, i: int) -> Any:
+            keys, values = stack._cache(i, stack._heads(layer)[1])
+            return attend(
+                qkv, stack.cos, stack.sin, stack.positions, keys, values, scale=stack.dim**-0.5, settled=False
+            )
+
+        ways: dict[str, Callable[[Any, int], Any]] = {
+            "norm": lambda layer, i: add_norm(x, residual, stack.norm, EPS),
+            "qkv": lambda layer, i: layer.qkv(x),
+            "attend": attended,
+            "o": lambda layer, i: layer.o(mixed),
+            "gate_up": lambda layer, i: gated(x, layer.gate_up.packed, "silu"),
+            "down": lambda layer, i: layer.down(inner),
+        }
+        told = []
+        for what, way in ways.items():
+
+            def run(way: Any = way) -> None:
+                for i, layer in enumerate(layers):
+                    way(layer, i)
+
+            with torch.no_grad():
+                took = self.slowest(repeated(run, self.device, 10, 3, 5)) / len(layers)
+            told.append(f"{what} {1e6 * took:.1f}")
+        self.say(f"one token, {name}, us a layer: {', '.join(told)}")
+
     def run(self) -> None:
         started, layers = time.perf_counter(), self.given.layers
         whole = Stack(self.of, layers, self.device, self.dtype, self.layout)
@@ -192,6 +228,7 @@ class Program:
             self.say(
                 f"M {m:5}: one {self.device.type} {1e6 * alone[m]:10.1f} us ({time.perf_counter() - started:.0f} s)"
             )
+        self.pieces(whole, "whole")
         stack, ranks = whole.cut(self.mesh), Ranks.of(self.mesh)
 
         def measured(m: int, how: str) -> None:
@@ -206,9 +243,10 @@ class Program:
                 f"off by {off:.1e}; same bits on all ranks: {same}"
             )
 
+        self.pieces(stack, "a rank (with the sums of o and down)")
         made = ranks._made
         for kind, m in ((Push, 1), (Copies, self.given.many)):
-            sizes = (512, 1024, 2048, 4096) if kind is Copies and self.device.type == "cuda" else (1024,)
+            sizes = (256, 512, 1024) if kind is Copies and self.device.type == "cuda" else (1024,)
             for rows in sizes:
                 split_ranks.CHUNK = rows
                 measured(m, "as it is" if kind is Push else f"{rows} rows at once")

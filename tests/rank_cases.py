@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import halfbyte as hb
 from halfbyte import nn
+from halfbyte.errors import RankError
 from halfbyte.lossy import to_fp8
 from halfbyte.parallel import (
     ColumnParallel,
@@ -283,3 +284,21 @@ def text_on_gpus(mesh: Any, path: str) -> Any:
     split = halfbyte.hf.from_pretrained(path, mesh=mesh)
     one, two = (hb.generate(model, prompts, max_new_tokens=12, graph=True) for model in (whole, split))
     return {"whole": one.tokens, "split": two.tokens, "how": two.how}
+
+
+def dying_on_gpus(mesh: Any, victim: int) -> Any:
+    """A sum on GPUs that one rank does not live to see."""
+    ranks = Ranks.of(mesh)
+    ranks.timeout = 3.0
+    ranks.sum(torch.ones(4, device=ranks.device), None, torch.float32)
+    ranks.check()
+    if ranks.rank == victim:
+        os._exit(1)
+    begin = time.monotonic()
+    for _ in range(50):
+        ranks.sum(torch.ones(4, device=ranks.device), None, torch.float32)
+    try:
+        ranks.check()
+    except RankError as error:
+        return str(error), time.monotonic() - begin
+    return None
