@@ -69,9 +69,17 @@ class Layer:
         products: launches both: of hidden, indices, weights, out, the addresses of blocks, slots and count, and those
             of h and y.
         adds: whether ``products`` itself adds the slots of a token, and writes no y; by default where it has no lists.
+        rows: of h; by default as many as there are slots.
     """
 
-    def __init__(self, args: ExpertsArgs, size: int, products: Callable[..., None], adds: bool | None = None) -> None:
+    def __init__(
+        self,
+        args: ExpertsArgs,
+        size: int,
+        products: Callable[..., None],
+        adds: bool | None = None,
+        rows: int | None = None,
+    ) -> None:
         adds = not size if adds is None else adds
         (tokens, width), top = args.hidden.shape, args.indices.shape[1]
         call, device, numbers = args.call(), args.hidden.device, Numbers.of(args.mixture)
@@ -91,7 +99,8 @@ class Layer:
             dtypes = call.indices, call.weights, call.out_dtype
             self._combine = bind_combine(tokens, top, width, dtypes, numbers, *of)
         self._h = lists
-        self._y = lists + _whole(tokens * top * call.inner * args.hidden.element_size())
+        rows = tokens * top if rows is None else rows
+        self._y = lists + _whole(rows * call.inner * args.hidden.element_size())
         self._nbytes = self._y + (0 if adds else tokens * top * width * 4)
         self._held: Any = None
 
