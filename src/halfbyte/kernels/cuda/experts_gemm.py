@@ -19,6 +19,9 @@ from halfbyte.arrays import dtype_name
 from halfbyte.kernels.base import Kernel
 from halfbyte.kernels.cuda import experts
 from halfbyte.kernels.cuda.experts import Layer, slots_each
+from halfbyte.kernels.cuda.fp8_gluon import FACTOR as FP8_FACTOR
+from halfbyte.kernels.cuda.fp8_gluon import look_up_code, table_code
+from halfbyte.kernels.cuda.fp8_quantize import pitch
 from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT, decode_code, scales_code
 from halfbyte.kernels.cuda.gemm_gluon import BESIDE, GROUP, REGISTERS, SHARED, STAGES, described, multiprocessors
 from halfbyte.kernels.cuda.launch import Program, boxes, program
@@ -56,6 +59,7 @@ class Grouped:
     producer: int = 40
     small: bool = False
     mid: int = 0
+    fp8: bool = False
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -69,7 +73,7 @@ class Grouped:
     @property
     def stage(self) -> int:
         """Bytes of a stage."""
-        return self.units * (self.consumers * 8 * 576 + self.slots * 128)
+        return self.units * (self.consumers * 8 * 576 + self.slots * (64 if self.fp8 else 128))
 
     def height(self, size: int) -> int:
         """Slots that are stored at a time, of elements of so many bytes."""
@@ -168,7 +172,7 @@ def both(call: ExpertsCall, bias: str | None, down_bias: str | None) -> tuple[Pr
 
 def signature(made: Grouped, product: Product) -> dict[str, str]:
     """The types of the device code's arguments."""
-    of = TYPES[product.dtype]
+    of = "fp8e4nv" if made.fp8 else TYPES[product.dtype]
     return {
         "codes_map": boxes("i32", (4 * made.consumers, 8 * made.units, 16), 64),
         "scales_map": boxes("i32", (4 * made.consumers, 16 * made.units), 0),
@@ -199,20 +203,25 @@ def constants(made: Grouped, product: Product) -> dict[str, Any]:
         "COPIERS": made.copiers,
         "GATED": product.gated,
         "EARLY": product.early,
-        "EVEN": product.k % (UNIT * made.units) == 0,
+        "EVEN": width_of(made, product.k) % (UNIT * made.units) == 0,
         "PER_ROW": product.per_row,
         "BIAS": product.bias is not None,
         "ACTIVATION": product.activation,
         "LIMIT": product.limit,
         "UP_FIRST": product.up_first,
-        "DECODE": decode_code(product.dtype),
-        "SCALES": scales_code(product.dtype),
-        "FACTOR": FACTOR,
+        "DECODE": look_up_code(product.dtype) if made.fp8 else decode_code(product.dtype),
+        "SCALES": table_code() if made.fp8 else scales_code(product.dtype),
+        "FACTOR": FP8_FACTOR if made.fp8 else FACTOR,
         "SMALL": made.small,
         "MID": made.mid,
         "LISTED": made.copiers > 0,
         "SORTED": product.sorted,
     }
+
+
+def width_of(made: Grouped, k: int) -> int:
+    """Of rows of x."""
+    return pitch(k, ordered=True) if made.fp8 else k
 
 
 def options(made: Grouped) -> dict[str, Any]:
@@ -249,7 +258,7 @@ def refuse(call: ExpertsCall) -> tuple[str, ...]:
 
 def bind_product(
     made: Grouped, product: Product, stack: Any, bias: Any, slots: int, device: Any
-) -> Callable[[int, int, tuple[int, ...], int], None]:
+) -> Callable[..., None]:
     """What launches a product, its stack and bias given.
 
     Args:
@@ -261,7 +270,8 @@ def bind_product(
         device: of torch's, with an index.
 
     Returns:
-        A function of the addresses of x and out, of blocks, slots and count, and of how many slots share a row of x.
+        A function of the addresses of x and out, of blocks, slots and count, of how many slots share a row of x, and,
+        in FP8, of the address of x's scales.
     """
     run = compiled(made, product, device)
     buffers = stack.buffers()
@@ -277,9 +287,11 @@ def bind_product(
     grid = (min(multiprocessors(device.index) * made.programs, blocks * along), 1, 1)
     boxed = None if made.copiers else described(run, blocks * made.slots)
 
-    def launch(x: int, out: int, lists: tuple[int, ...], share: int) -> None:
-        rows = x if boxed is None else boxed(2, x, k)
-        run(grid, (codes, scales, rows, out, scale2, None, added, *lists, n, k, along, steps, share))
+    width = width_of(made, k)
+
+    def launch(x: int, out: int, lists: tuple[int, ...], share: int, xscale: int | None = None) -> None:
+        rows = x if boxed is None else boxed(2, x, width)
+        run(grid, (codes, scales, rows, out, scale2, xscale, added, *lists, n, width, along, steps, share))
 
     return launch
 

@@ -351,7 +351,9 @@ def _block(
     MUL: gl.constexpr = (C, FORM[1], FORM[4], FORM[18], FORM[15], FORM[16], LISTED)
     FP8: gl.constexpr = FORM[18] == gl.float8e4nv
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        [2 if SMALL else 3, 0], [gl.num_warps(), 1], [16, 8] if SMALL else [16, W, 32 if FP8 else 16]
+        [2 if SMALL and not FP8 else 3, 0],
+        [gl.num_warps(), 1],
+        [16, 8] if SMALL and not FP8 else [16, W, 32 if FP8 else 16],
     )
     stages, out, scale2, xscale, bias, N = given
     stage = stages.index(WHICH)
