@@ -1,6 +1,6 @@
-"""``triton-experts`` against float64; as a script, on the CPU, in Triton's interpreter.
+"""``triton-experts`` and ``triton-grouped`` against float64; as a script, on the CPU, in Triton's interpreter.
 
-TRITON_INTERPRET=1 python -m gpu_experts interpreted
+TRITON_INTERPRET=1 python -m gpu_experts interpreted grouped
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import numpy as np
 import torch
 
 from expert_cases import Case, assert_meant, routing, tokens
-from halfbyte.kernels import ExpertsArgs
+from halfbyte.kernels import ExpertsArgs, GroupedArgs
+from halfbyte.kernels.cuda import grouped_triton
 from halfbyte.kernels.cuda.experts_triton import CONFIGURATIONS, ExpertsTriton, listless, products_of
-from halfbyte.kernels.cuda.lists import Lists, Numbers, bind_combine, bind_lists
+from halfbyte.kernels.cuda.lists import Lists, Numbers, bind_combine, bind_lists, bind_runs
 from halfbyte.ops import pack
+from halfbyte.weight import Weight
 
 CASES = (
     # tokens, top, dtype, what Case.random is given
@@ -73,6 +75,46 @@ def interpreted() -> Iterator[str]:
             y = run(case, layout, made, hidden, indices, weights)
             assert_meant(y, case, hidden.float(), indices, weights, dtype, out_dtype="float32")
             yield f"{count} {top} {how} {made.size}"
+
+
+GROUPED = (
+    # counts, N, K, dtype, bias, rows of x beyond their sum
+    ((3, 0, 1, 9), 40, 80, "bfloat16", True, 0),
+    ((40, 1, 0, 0, 70), 64, 128, "float16", False, 2),
+    ((1,), 16, 16, "bfloat16", False, 0),
+)
+
+
+def grouped() -> Iterator[str]:
+    """``triton-grouped``; rows beyond the sum of the counts are not written."""
+    for counts, n, k, dtype, bias, beyond in GROUPED:
+        rng = np.random.default_rng(k)
+        experts, rows = len(counts), sum(counts) + beyond
+        weight = Weight(
+            codes=rng.integers(0, 256, (experts, n, k // 2), np.uint8),
+            scales=rng.integers(50, 62, (experts, n, k // 16), np.uint8),
+            scale2=rng.uniform(0.5, 1, (experts, n, 1)).astype(np.float32) / k,
+        )
+        packed = pack(weight.torch(), "fragments" if dtype == "bfloat16" else "fragments(dtype=float16)")
+        x = tokens(rows, k, dtype=dtype).to(getattr(torch, dtype))
+        added = torch.from_numpy(rng.standard_normal((experts, n), np.float32)) if bias else None
+        expert = np.repeat(np.arange(experts), counts)
+        wide = weight.dequantize().astype(np.float64)[expert]
+        given = x[: len(expert)].double().numpy()
+        want = np.einsum("tnk,tk->tn", wide, given) + (0 if added is None else added.double().numpy()[expert])
+        size = np.einsum("tnk,tk->tn", np.abs(wide), np.abs(given)) + np.abs(want)
+        for made in CONFIGURATIONS:
+            out = torch.full((rows, n), -7.0)
+            args = GroupedArgs(x=x, counts=torch.tensor(counts), weight=packed, bias=added, out=out)
+            lies = grouped_triton.lists_of(args.call(), made)
+            memory = torch.zeros(lies.nbytes // 4, dtype=torch.int32)
+            bind_runs(lies, "cpu", 0)(args.counts, memory)
+            lists = memory[lies.blocks :], memory[lies.slots :], memory[lies.count :]
+            grouped_triton.product_of(args, made)(x, lists, out)
+            off = np.abs(out[: len(expert)].double().numpy() - want)
+            assert (off <= (k + 24) * 2.0**-23 * size).all(), (counts, made)
+            assert (out[len(expert) :] == -7).all()
+            yield f"{counts} {made.size}"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from halfbyte.arrays import dtype_name
-from halfbyte.kernels.base import Kernel
+from halfbyte.kernels.base import Call, Kernel
 from halfbyte.kernels.cuda import fragments, refused
 from halfbyte.kernels.cuda.experts import Layer, declined, slots_each, table_of
 from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT
@@ -46,7 +46,7 @@ class ExpertsTriton:
     warps: int = 4
     stripes: int = 2
     units: int = 1
-    stages: int = 3
+    stages: int = 2
 
 
 CONFIGURATIONS: Final = (
@@ -61,12 +61,15 @@ MOST_SLOTS: Final = (5.0, 12.0, 24.0, 64.0)
 """Of an expert that has any, on average: up to which each of those but the last is taken."""
 
 
+def configured(each: float) -> ExpertsTriton:
+    """The configuration for so many slots of an expert: the smallest blocks that hold those of most experts."""
+    found = zip(CONFIGURATIONS, MOST_SLOTS, strict=False)
+    return next((made for made, most in found if each <= most), CONFIGURATIONS[-1])
+
+
 def configure(call: ExpertsCall) -> ExpertsTriton:
-    """The configuration for a call: the smallest blocks that hold the slots of most experts."""
-    each = slots_each(call)
-    return next(
-        (made for made, most in zip(CONFIGURATIONS, MOST_SLOTS, strict=False) if each <= most), CONFIGURATIONS[-1]
-    )
+    """The configuration for a call."""
+    return configured(slots_each(call))
 
 
 def listless(call: ExpertsCall, made: ExpertsTriton) -> bool:
@@ -74,74 +77,85 @@ def listless(call: ExpertsCall, made: ExpertsTriton) -> bool:
     return call.rows == 1 and made.size == FEW
 
 
-def parts(call: ExpertsCall, made: ExpertsTriton, bias: str, *, down: bool) -> tuple[dict[str, str], dict[str, Any]]:
-    """Signature and constants of a product, and its bias's dtype; on the CPU for Triton's interpreter."""
-    mixture, numbers, gpu = call.mixture, Numbers.of(call.mixture), call.device == "cuda"
-    k, few = call.inner if down else call.shape[-1], made.size == FEW
-    h = call.dtype if gpu else "float32"
-    x, out = (h, "float32") if down else (call.dtype, h)
-    signature = {
+def types(made: ExpertsTriton, x: str, out: str, bias: str, ids: str, width: str = "i32:16") -> dict[str, str]:
+    """The signature of a product, by the types of x, out and bias, of ids, and of N and WIDTH."""
+    few = made.size == FEW
+    return {
         "codes": "*i32:16", "scales": "*i16:16" if few else "*i32:16", "x": f"*{TYPES[x]}:16", "scale2": "*fp32",
-        "bias": f"*{TYPES[bias]}", "out": f"*{TYPES[out]}:16",
-        **({"indices": IDS[call.indices], "places": "*i32"} if few else {}),
+        "bias": f"*{TYPES[bias]}", "out": out,
+        **({"indices": IDS[ids], "places": "*i32"} if few else {}),
         "blocks": "*i32:16", "slots": "*i32:16", "count": "*i32:16",
         **({"refused": "*i64"} if few else {}),
-        "N": "i32:16", "K": "i32:16", "WIDTH": "i32:16",
+        "N": width, "K": "i32:16", "WIDTH": width,
     }  # fmt: skip
-    gated = mixture.gated and not down
-    step = UNIT * (made.warps * made.stages if few else made.units)
-    constants = {
+
+
+def constants(call: Call, made: ExpertsTriton, k: int) -> dict[str, Any]:
+    """The constants of a product over K, but for what its results are of."""
+    few = made.size == FEW
+    found = {
         "SIZE": made.size,
+        "TAIL": k % (UNIT * (made.warps * made.stages if few else made.units)) != 0,
+        "EARLY": call.capability >= HOPPER,
+        "HALF16": call.dtype == "float16",
+        "FACTOR": FACTOR,
+        "UP": call.device != "cuda",
+        **fragments.decoding(call.dtype),
+    }
+    if few:
+        return found | {"W": made.warps, "R": made.stripes, "D": made.stages, "WIDE": fragments.wide()}
+    narrow = TILE * made.stripes * made.size <= 16 * 32 * made.warps
+    hidden = call.capability == HOPPER and (narrow or not fragments.wide())
+    return found | {"T": made.stripes, "U": made.units, "STAGES": made.stages, "HIDDEN": hidden}
+
+
+def compiled(call: Call, made: ExpertsTriton, signature: Any, constants: dict[str, Any], device: Any) -> Program:
+    """A product for a device."""
+    from halfbyte.kernels.cuda import experts_triton_code as code
+
+    kernel = code.few if made.size == FEW else code.many
+    ordered = {name: constants[name] for name in kernel.arg_names if name in constants}
+    return program(kernel, signature, ordered, device=device, warps=made.warps, pdl=call.capability >= HOPPER)
+
+
+def parts(call: ExpertsCall, made: ExpertsTriton, bias: str, *, down: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """Signature and constants of a product; on the CPU for Triton's interpreter."""
+    mixture = call.mixture
+    h = call.dtype if call.device == "cuda" else "float32"
+    x, out = (h, "float32") if down else (call.dtype, h)
+    gated = mixture.gated and not down
+    found = {
         "PART": 1 if down else call.top,
         "ACTIVATION": None if down else mixture.activation,
         "GATED": gated,
         "UP_FIRST": gated and mixture.gate_up_order == "up_first",
         "LIMIT": mixture.limit if gated else None,
-        "TAIL": k % step != 0,
-        "EARLY": call.capability >= HOPPER,
-        "HALF16": call.dtype == "float16",
         "PER_ROW": call.down_per_row if down else call.per_row,
         "BIAS": call.down_bias if down else call.bias,
-        "FACTOR": FACTOR,
-        "UP": not gpu,
-        **fragments.decoding(call.dtype),
     }
-    if few:
-        of = {"LISTED": not listless(call, made), "W": made.warps, "R": made.stripes, "D": made.stages}
-        return signature, constants | of | {"WIDE": fragments.wide()} | numbers.constants()
-    narrow = TILE * made.stripes * made.size <= 16 * 32 * made.warps
-    hidden = call.capability == HOPPER and (narrow or not fragments.wide())
-    return signature, constants | {"T": made.stripes, "U": made.units, "STAGES": made.stages, "HIDDEN": hidden}
+    if made.size == FEW:
+        found |= {"LISTED": not listless(call, made), **Numbers.of(mixture).constants()}
+    signature = types(made, x, f"*{TYPES[out]}:16", bias, call.indices)
+    return signature, found | constants(call, made, call.inner if down else call.shape[-1])
 
 
 def programs(
     call: ExpertsCall, made: ExpertsTriton, device: Any, biases: tuple[str, str] = ("float32", "float32")
 ) -> tuple[Program, Program]:
     """Both products, compiled for a device."""
-    from halfbyte.kernels.cuda import experts_triton_code as code
-
-    kernel = code.few if made.size == FEW else code.many
     one, two = (
-        program(
-            kernel, *_in_order(kernel, *parts(call, made, bias, down=down)), device=device, warps=made.warps,
-            pdl=call.capability >= HOPPER,
-        )
+        compiled(call, made, *parts(call, made, bias, down=down), device)
         for bias, down in zip(biases, (False, True), strict=True)
-    )  # fmt: skip
+    )
     return one, two
-
-
-def _in_order(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> tuple[Any, Any]:
-    """Both in the order of the kernel's parameters."""
-    names = kernel.arg_names
-    return signature, {name: constants[name] for name in names if name in constants}
 
 
 def products_of(args: ExpertsArgs, made: ExpertsTriton) -> Callable[..., None]:
     """What ``Layer`` takes: both launches; in Triton's interpreter of tensors for addresses."""
     call, device, few = args.call(), args.hidden.device, made.size == FEW
     biases = [args.gate_up_bias, args.down_bias]
-    first, second = programs(call, made, device, tuple("float32" if b is None else dtype_name(b.dtype) for b in biases))
+    kinds = ["float32" if b is None else dtype_name(b.dtype) for b in biases]
+    first, second = programs(call, made, device, (kinds[0], kinds[1]))
     plain = bool(first.plainly)
 
     def at(a: Any) -> Any:
