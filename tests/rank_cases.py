@@ -19,6 +19,7 @@ from halfbyte.parallel import (
     ExpertTensorParallel,
     Ranks,
     RowParallel,
+    count_slots,
     load_balance,
 )
 from helpers_run import random_weight
@@ -161,11 +162,13 @@ def mixture(mesh: Any, style: str, tokens: int, options: dict[str, Any], ids: An
     cut = experts_of(8, 64, 64, bias=True, **options)
     ranks = Ranks.of(mesh)
     styles = {
-        "experts": ExpertParallel(count=balance),
-        "own": ExpertParallel(tokens="own", count=balance),
+        "experts": ExpertParallel(),
+        "own": ExpertParallel(tokens="own"),
         "columns": ExpertTensorParallel(),
     }
     parallelize_module(cut, mesh, styles[style])
+    if balance:
+        count_slots(cut)
     seed = ranks.rank if style == "own" else 0
     own = tokens + 2 * ranks.rank if style == "own" and tokens else tokens
     indices, weights = routed(own, 3, 8, seed)
