@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.parallel import push_code
-from halfbyte.parallel.copies import VALUES, Copies
+from halfbyte.parallel.copies import Copies
 
 
 class InTurn:
@@ -32,19 +32,26 @@ class InTurn:
         return run
 
 
-def added(parts: list[Tensor], bias: Tensor | None) -> list[Tensor]:
-    """What each rank gets."""
+def added(parts: list[Tensor], bias: Tensor | None, chunk: int) -> list[Tensor]:
+    """What each rank gets, chunk by chunk, after a sum of other values."""
     size = len(parts)
-    inboxes = [torch.full((VALUES,), float("nan")) for _ in parts]
-    sums = [torch.full((VALUES,), -1, dtype=torch.int16) for _ in parts]
+    inboxes = [torch.full((1 << 20,), float("nan")) for _ in parts]
+    sums = [torch.full((1 << 20,), -1, dtype=torch.int16) for _ in parts]
     outs = [torch.full(part.shape, float("nan"), dtype=torch.float16) for part in parts]
     together = threading.Barrier(size)
 
     def work(rank: int) -> None:
         made = object.__new__(Copies)
         made.rank, made.size, made._inboxes, made._sums = rank, size, inboxes, sums
+        made._addresses = torch.tensor([one.data_ptr() for one in sums])
         made._meet = together.wait  # type: ignore[assignment, method-assign]
-        made.add(parts[rank], bias, outs[rank])
+        for turn in (1.0, 0.0):
+            chunks = list((parts[rank] + turn).split(chunk))
+            at = 0
+            for one in chunks:
+                made.send(one, at)
+                at += one.numel()
+            made.finish(chunks, bias, outs[rank])
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -57,7 +64,7 @@ def added(parts: list[Tensor], bias: Tensor | None) -> list[Tensor]:
 def sums() -> Iterator[str]:
     """In the order of the ranks, rounded once, the same on every rank."""
     push_code.add_parts = InTurn(push_code.add_parts)
-    for size, rows, width, biased in itertools.product((2, 3, 4), (1, 4), (16, 1000), (False, True)):
+    for size, rows, width, biased in itertools.product((2, 3, 4), (1, 5), (16, 1008), (False, True)):
         random = torch.Generator().manual_seed(size)
         parts = [torch.randn(rows * size, width, generator=random) for _ in range(size)]
         bias = torch.randn(width, generator=random) if biased else None
@@ -66,7 +73,7 @@ def sums() -> Iterator[str]:
             wanted += part
         wanted = wanted if bias is None else wanted + bias
         name = f"{size} {rows} {width} {biased}"
-        for made in added(parts, bias):
+        for made in added(parts, bias, 2 * size):
             assert torch.equal(made, wanted.half()), name
         yield name
 

@@ -9,7 +9,6 @@ import pytest
 
 from cuda_code import ARCHITECTURES, Program
 from gpu_codecs import needs_triton
-from halfbyte.parallel.copies import VALUES, Copies
 
 
 @needs_triton
@@ -24,13 +23,6 @@ def test_copies_in_the_interpreter():
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "sums 24\n"), done.stderr[-3000:]
-
-
-@pytest.mark.parametrize(("size", "width", "rows"), [(2, 8192, 1024), (3, 8192, 1023), (2, VALUES, 0), (8, 28672, 288)])
-def test_rows_of_a_chunk(size, width, rows):
-    made = object.__new__(Copies)
-    made.size = size
-    assert made.rows(width) == rows
 
 
 @needs_triton
@@ -54,10 +46,14 @@ def test_machine_code(capability, ranks):
     assert push.spills == 0
     added = Program(
         push_code.add_parts,
-        {"own": "*fp32", "others": "*fp32", "bias": "*bf16", "out": "*bf16", "n": "i32", "width": "i32"},
+        {
+            "own": "*fp32", "others": "*fp32", "bias": "*bf16", "out": "*bf16", "sums": "*i64", "start": "i32",
+            "n": "i32", "width": "i32",
+        },
         {"RANK": 1, "RANKS": ranks, "BLOCK": 2048, "BIAS": True},
         {"num_warps": 4},
-        ("n",),
-    ).compile(capability)
+        ("n", "start"),
+    ).compile(capability)  # fmt: skip
     assert "ld.global.v4.b32" in added.ptx
+    assert "st.global.v4.b32" in added.ptx
     assert added.spills == 0
