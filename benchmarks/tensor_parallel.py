@@ -244,17 +244,19 @@ class Program:
             )
 
         self.pieces(stack, "a rank (with the sums of o and down)")
-        made = ranks._made
-        for kind, m in ((Push, 1), (Copies, self.given.many)):
-            sizes = (256, 512, 1024) if kind is Copies and self.device.type == "cuda" else (1024,)
-            for rows in sizes:
-                split_layers.CHUNK = rows
-                measured(m, "as it is" if kind is Push else f"{rows} rows sent at once")
-            split_layers.CHUNK = 1024
-            if made.get(kind) is not None:
-                kept, made[kind] = made[kind], None
-                measured(m, "NCCL alone")
-                made[kind] = kept
+        made, many = ranks._made, self.given.many
+        measured(1, "as it is")
+        if made.get(Push) is not None:
+            kept, made[Push] = made[Push], None
+            measured(1, "NCCL alone")
+            made[Push] = kept
+        if self.device.type == "cuda":
+            made[Copies] = None
+            measured(many, "NCCL alone")
+            del made[Copies]
+        for rows in (512, 1024) if self.device.type == "cuda" else (1024,):
+            split_layers.CHUNK = rows
+            measured(many, f"{rows} rows sent at once")
         self.say(f"{ranks.how or 'all sums by gloo'}")
         self.exchanges()
         ranks.check()

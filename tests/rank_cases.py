@@ -233,9 +233,11 @@ def sums_on_gpus(mesh: Any, n: int, biased: bool) -> Any:
     bias = torch.arange(width, device=device).float() % 7 if biased else None
     wanted = sum(parts) if bias is None else sum(parts) + bias
     own = parts[ranks.rank]
-    made = [ranks.sum(own.clone(), bias, torch.float32) for _ in range(5)]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        made = [ranks.sum(own.clone(), bias, torch.float32) for _ in range(5)]
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         kept = [ranks.sum(own.clone(), bias, torch.float32) for _ in range(3)]
