@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from halfbyte import nn
 from halfbyte.layouts import Fragments, Rows
 from halfbyte.parallel import ColumnParallel, Ranks, RowParallel
-from halfbyte.parallel import ranks as split_ranks
+from halfbyte.parallel import layers as split_layers
 from halfbyte.parallel.copies import Copies
 from halfbyte.parallel.push import Push
 from halfbyte.step_ops import add_norm, attend, gated
@@ -244,17 +244,19 @@ class Program:
             )
 
         self.pieces(stack, "a rank (with the sums of o and down)")
-        made = ranks._made
-        for kind, m in ((Push, 1), (Copies, self.given.many)):
-            sizes = (256, 512, 1024) if kind is Copies and self.device.type == "cuda" else (1024,)
-            for rows in sizes:
-                split_ranks.CHUNK = rows
-                measured(m, "as it is" if kind is Push else f"{rows} rows at once")
-            split_ranks.CHUNK = 1024
-            if made.get(kind) is not None:
-                kept, made[kind] = made[kind], None
-                measured(m, "NCCL alone")
-                made[kind] = kept
+        made, many = ranks._made, self.given.many
+        measured(1, "as it is")
+        if made.get(Push) is not None:
+            kept, made[Push] = made[Push], None
+            measured(1, "NCCL alone")
+            made[Push] = kept
+        if self.device.type == "cuda":
+            made[Copies] = None
+            measured(many, "NCCL alone")
+            del made[Copies]
+        for rows in (512, 1024) if self.device.type == "cuda" else (1024,):
+            split_layers.CHUNK = rows
+            measured(many, f"{rows} rows sent at once")
         self.say(f"{ranks.how or 'all sums by gloo'}")
         self.exchanges()
         ranks.check()
@@ -281,15 +283,16 @@ class Program:
                     self.say(f"sum of ({m}, {hidden}) {str(dtype)[6:]:9} {name:20} {text}")
 
     def own(self, ranks: Ranks, part: Tensor) -> Callable[[], Any]:
-        """The library's sum, of many rows in chunks one after the other."""
-        chunk = ranks.chunk(len(part), part.shape[1], self.dtype)
+        """The library's sum, of many rows with nothing beside it."""
+        copies = ranks.copies(len(part), part.shape[1], self.dtype)
         out = torch.empty_like(part, dtype=self.dtype)
 
         def run() -> None:
-            for start in range(0, len(part), chunk):
-                ranks.add(part[start : start + chunk], None, out[start : start + chunk])
+            if copies is not None:
+                copies.send(part, 0)
+                copies.finish([part], None, out)
 
-        return run if chunk else lambda: ranks.sum(part, None, self.dtype)
+        return run if copies is not None else lambda: ranks.sum(part, None, self.dtype)
 
     def symmetric(self, m: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         """Torch's own sums over symmetric memory."""

@@ -19,6 +19,7 @@ from halfbyte.parallel import (
     ExpertTensorParallel,
     Ranks,
     RowParallel,
+    count_slots,
     load_balance,
 )
 from helpers_run import random_weight
@@ -161,11 +162,13 @@ def mixture(mesh: Any, style: str, tokens: int, options: dict[str, Any], ids: An
     cut = experts_of(8, 64, 64, bias=True, **options)
     ranks = Ranks.of(mesh)
     styles = {
-        "experts": ExpertParallel(count=balance),
-        "own": ExpertParallel(tokens="own", count=balance),
+        "experts": ExpertParallel(),
+        "own": ExpertParallel(tokens="own"),
         "columns": ExpertTensorParallel(),
     }
     parallelize_module(cut, mesh, styles[style])
+    if balance:
+        count_slots(cut)
     seed = ranks.rank if style == "own" else 0
     own = tokens + 2 * ranks.rank if style == "own" and tokens else tokens
     indices, weights = routed(own, 3, 8, seed)
@@ -230,9 +233,11 @@ def sums_on_gpus(mesh: Any, n: int, biased: bool) -> Any:
     bias = torch.arange(width, device=device).float() % 7 if biased else None
     wanted = sum(parts) if bias is None else sum(parts) + bias
     own = parts[ranks.rank]
-    made = [ranks.sum(own.clone(), bias, torch.float32) for _ in range(5)]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        made = [ranks.sum(own.clone(), bias, torch.float32) for _ in range(5)]
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         kept = [ranks.sum(own.clone(), bias, torch.float32) for _ in range(3)]
