@@ -69,13 +69,22 @@ class Layer:
         products: launches both: of hidden, indices, weights, out, the addresses of blocks, slots and count, and those
             of h and y.
         adds: whether ``products`` itself adds the slots of a token, and writes no y; by default where it has no lists.
+        settled: makes what launches both where the routing is settled; None where that is ``products``.
     """
 
-    def __init__(self, args: ExpertsArgs, size: int, products: Callable[..., None], adds: bool | None = None) -> None:
+    def __init__(
+        self,
+        args: ExpertsArgs,
+        size: int,
+        products: Callable[..., None],
+        adds: bool | None = None,
+        settled: Callable[[], Callable[..., None]] | None = None,
+    ) -> None:
         adds = not size if adds is None else adds
         (tokens, width), top = args.hidden.shape, args.indices.shape[1]
         call, device, numbers = args.call(), args.hidden.device, Numbers.of(args.mixture)
         self._products, self._device = products, device
+        self._settle, self._settled = settled, products
         self._table = table_of(args)
         self._lists: Any = None
         self._combine: Any = None
@@ -102,13 +111,12 @@ class Layer:
             at = memory.data_ptr()
             if self._lists is not None:
                 self._lists(indices, at)
-            self._multiply(at, hidden, indices, weights, out)
+            self._products(hidden, indices, weights, out, *self._places(at))
             if self._combine is not None:
                 self._combine(at + self._y, indices, weights, out)
 
-    def _multiply(self, at: int, hidden: Any, indices: Any, weights: Any, out: Any) -> None:
-        lists = tuple([at + word for word in self._words])
-        self._products(hidden, indices, weights, out, lists, at + self._h, at + self._y)
+    def _places(self, at: int) -> tuple[tuple[int, ...], int, int]:
+        return tuple([at + word for word in self._words]), at + self._h, at + self._y
 
     def lists(self, indices: Any) -> None:
         """The lists alone, kept for ``products``."""
@@ -116,8 +124,14 @@ class Layer:
             self._lists(indices, self._memory())
 
     def products(self, hidden: Any, indices: Any, weights: Any, out: Any) -> None:
-        """The products alone, after ``lists``; kept for ``combine``."""
-        self._multiply(self._memory(), hidden, indices, weights, out)
+        """The products alone, after ``lists``, kept for ``combine``.
+
+        The routing must be settled: lists and ids, and the stacks, were written before the kernel ahead began.
+        """
+        settle, self._settle = self._settle, None
+        if settle is not None:
+            self._settled = settle()
+        self._settled(hidden, indices, weights, out, *self._places(self._memory()))
 
     def combine(self, weights: Any, indices: Any, out: Any) -> None:
         """The sum alone, after ``products``."""
