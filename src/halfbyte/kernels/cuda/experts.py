@@ -70,6 +70,7 @@ class Layer:
             of h and y.
         adds: whether ``products`` itself adds the slots of a token, and writes no y; by default where it has no lists.
         settled: makes what launches both where the routing is settled; None where that is ``products``.
+        rows: of h; by default as many as there are slots.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Layer:
         products: Callable[..., None],
         adds: bool | None = None,
         settled: Callable[[], Callable[..., None]] | None = None,
+        rows: int | None = None,
     ) -> None:
         adds = not size if adds is None else adds
         (tokens, width), top = args.hidden.shape, args.indices.shape[1]
@@ -100,7 +102,8 @@ class Layer:
             dtypes = call.indices, call.weights, call.out_dtype
             self._combine = bind_combine(tokens, top, width, dtypes, numbers, *of)
         self._h = lists
-        self._y = lists + _whole(tokens * top * call.inner * args.hidden.element_size())
+        rows = tokens * top if rows is None else rows
+        self._y = lists + _whole(rows * call.inner * args.hidden.element_size())
         self._nbytes = self._y + (0 if adds else tokens * top * width * 4)
         self._held: Any = None
 
