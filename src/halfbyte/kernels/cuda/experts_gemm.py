@@ -12,13 +12,13 @@ known only when the kernel ahead is over; see ``halfbyte.kernels.cuda.experts``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from halfbyte.arrays import dtype_name
 from halfbyte.kernels.base import Kernel
 from halfbyte.kernels.cuda import experts
-from halfbyte.kernels.cuda.experts import Layer, slots_each
+from halfbyte.kernels.cuda.experts import Layer, behind, slots_each
 from halfbyte.kernels.cuda.fp8_gluon import FACTOR as FP8_FACTOR
 from halfbyte.kernels.cuda.fp8_gluon import look_up_code, table_code
 from halfbyte.kernels.cuda.fp8_quantize import pitch
@@ -102,16 +102,11 @@ class ExpertsGemm:
     second: Grouped
 
 
-def _both(made: Grouped) -> ExpertsGemm:
-    """The second product reads what the first one wrote, in the order of blocks."""
-    return ExpertsGemm(made, replace(made, copiers=0))
-
-
 CONFIGURATIONS: Final = (
-    _both(Grouped(2, 16, 0, 4, 2, 1, 40)),
-    _both(Grouped(2, 32, 0, 2, 2, 1, 48)),
-    _both(Grouped(2, 64, 16, 2, 1, 4, 40)),
-    _both(Grouped(2, 128, 32, 2, 1, 4, 40)),
+    ExpertsGemm(Grouped(2, 16, 0, 4, 2, 1, 40), Grouped(2, 16, 0, 4, 2, 0, 32, True)),
+    ExpertsGemm(Grouped(2, 32, 0, 4, 1, 4, 40), Grouped(2, 32, 0, 2, 2, 0, 32)),
+    ExpertsGemm(Grouped(2, 64, 16, 2, 1, 4, 40), Grouped(1, 64, 16, 2, 2, 0, 32)),
+    ExpertsGemm(Grouped(2, 128, 32, 2, 1, 4, 40, mid=64), Grouped(2, 128, 32, 2, 1, 0, 32, mid=64)),
 )
 """Those that are tested."""
 MOST: Final = (10.0, 24.0, 80.0)
@@ -181,7 +176,7 @@ def signature(made: Grouped, product: Product) -> dict[str, str]:
         "scale2": "*fp32",
         "xscale": "*fp32",
         "bias": f"*{TYPES[product.bias or 'float32']}",
-        **dict.fromkeys(("blocks", "slots", "count"), "*i32:16"),
+        **dict.fromkeys(("blocks", "slots", "count", "order"), "*i32:16"),
         "N": "i32:16",
         "width": "i32:16",
         **dict.fromkeys(("along_n", "steps", "share"), "i32"),
@@ -216,6 +211,7 @@ def constants(made: Grouped, product: Product) -> dict[str, Any]:
         "MID": made.mid,
         "LISTED": made.copiers > 0,
         "SORTED": product.sorted,
+        "ORDERED": made.low > 0,
     }
 
 
@@ -256,6 +252,38 @@ def refuse(call: ExpertsCall) -> tuple[str, ...]:
     return tuple(reasons)
 
 
+def bind_order(made: Grouped, most: int, device: Any) -> Callable[[tuple[int, ...], int], tuple[int, ...]]:
+    """What finds the order in which blocks are dealt out, where their sizes matter.
+
+    Args:
+        made: how products run.
+        most: blocks, at the most.
+        device: of torch's, with an index.
+
+    Returns:
+        A function of the addresses of blocks, slots and count, and of memory, (most,) i32; it gives what products take.
+    """
+    if not made.low:
+        return lambda lists, at: (*lists, 0)
+    from halfbyte.kernels.cuda.experts_order_code import order
+
+    types = dict.fromkeys(("slots", "count", "to"), "*i32:16")
+    constants = {
+        "SIZE": made.slots,
+        "LOW": made.low,
+        "MID": made.mid or made.low,
+        "CHUNK": min(1024, max(128, 1 << (most - 1).bit_length())),
+        "EARLY": True,
+    }
+    run = program(order, types, constants, device=device, pdl=True)
+
+    def ordered(lists: tuple[int, ...], at: int) -> tuple[int, ...]:
+        run((1, 1, 1), (*lists[1:], at))
+        return (*lists, at)
+
+    return ordered
+
+
 def bind_product(
     made: Grouped, product: Product, stack: Any, bias: Any, slots: int, device: Any
 ) -> Callable[..., None]:
@@ -270,8 +298,8 @@ def bind_product(
         device: of torch's, with an index.
 
     Returns:
-        A function of the addresses of x and out, of blocks, slots and count, of how many slots share a row of x, and,
-        in FP8, of the address of x's scales.
+        A function of the addresses of x and out, of blocks, slots, count and order, of how many slots share a row of
+        x, and, in FP8, of the address of x's scales.
     """
     run = compiled(made, product, device)
     buffers = stack.buffers()
@@ -313,12 +341,16 @@ def bind(args: ExpertsArgs, made: ExpertsGemm | None = None) -> Callable[[Any, A
     first = bind_product(made.first, one, args.gate_up, biases[0], slots, device)
     second = bind_product(made.second, two, args.down, biases[1], slots, device)
 
+    size = made.first.slots
+    most = most_blocks(slots, call.shape[0], size)
+    order = bind_order(made.first, most, device)
+
     def products(hidden: Any, indices: Any, weights: Any, out: Any, lists: tuple[int, ...], h: int, y: int) -> None:
+        lists = order(lists, y + behind(slots, call.shape[-1]))
         first(hidden.data_ptr(), h, lists, top)
         second(h, y, lists, 1)
 
-    size = made.first.slots
-    return Layer(args, size, products, rows=size * most_blocks(slots, call.shape[0], size))
+    return Layer(args, size, products, rows=size * most, more=4 * most)
 
 
 def compile_as(call: ExpertsCall, made: ExpertsGemm) -> None:
@@ -326,6 +358,7 @@ def compile_as(call: ExpertsCall, made: ExpertsGemm) -> None:
     import torch
 
     device = torch.device(call.device)
+    bind_order(made.first, most_blocks(call.rows * call.top, call.shape[0], made.first.slots), device)
     biases = ("float32" if has else None for has in (call.bias, call.down_bias))
     for way, product in zip((made.first, made.second), both(call, *biases), strict=True):
         compiled(way, product, device)
