@@ -175,14 +175,12 @@ def _up(fixed, scratch, touched, next_token, rows, items, index):
         if order == INTERLEAVED:
             begin, end, row = 2 * low, 2 * high, 2 * then_low
         elif order != UNGATED:
-            first, second = inner * (order != 0), inner * (order == 0)
+            first, second = inner * (order == UP_FIRST), inner * (order != UP_FIRST)
             begin, end, row = low + first, high + first, low + second
             follows = place
             if half:
                 begin, end, follows, row = low + second, high + second, then_place, then_low + first
         _multiply(fixed, 0, place, n, k, x, next_token, count, begin, end, follows, row, ups if half else gates)
-    if order == UP_FIRST:
-        gates, ups = ups, gates
     factor, limit = _get(fixed, DOWN_PRE), float_of(np.uint32(_get(fixed, LIMIT)))
     whole = whole_rounds(_whole_blocks(inner))
     h = scratch + _get(fixed, H) + start * whole * _get(fixed, WIDTH)
