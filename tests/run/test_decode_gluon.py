@@ -232,6 +232,9 @@ CODES = [
     ({"dtype": "float16", "out_dtype": "float32", "bias": True, "per_row": False}, 64, 17.5),
     ({"shape": (28672, 8192), "made": Decode(unroll=8)}, 72, 17.5),
     ({"shape": (100, 4096 + 48), "made": Decode(tiles=2, prefetch=1000, unroll=64)}, 104, 16.5),
+    ({"rows": 1}, 64, 16.5),
+    ({"rows": 2, "made": Decode(warps=8, ahead=3), "shape": (6144, 4096)}, 64, 16.5),
+    ({"rows": 4, "made": Decode(warps=16, ahead=4, registers=64), "shape": (4096, 14336)}, 64, 16.5),
 ]
 
 
@@ -298,7 +301,7 @@ def programs():
     """Of all that follows: a call, its bias and a configuration for each."""
     for sizes, k, made, dtype, out_dtype, bias, per_row in RESULTS:
         of = {"dtype": dtype, "layout": Fragments(dtype), "out_dtype": out_dtype, "per_row": per_row}
-        for n, rows in itertools.product(sizes, (8, 16)):
+        for n, rows in itertools.product(sizes, (1, 3, 8, 16)):
             yield accepted(shape=(n, k), rows=rows, bias=bias is not None, **of), bias or "float32", made
     for dtype in DTYPES:
         yield (
@@ -307,7 +310,8 @@ def programs():
             None,
         )
     for made in EVERY:
-        for dtype, rows in (("bfloat16", 8), ("bfloat16", 16), ("float16", 8)):
+        few = (("bfloat16", 1), ("bfloat16", 2), ("bfloat16", 4)) if made in OTHERS[:3] else ()
+        for dtype, rows in (("bfloat16", 8), ("bfloat16", 16), ("float16", 8), *few):
             of = {"dtype": dtype, "layout": Fragments(dtype), "out_dtype": "float32"}
             yield accepted(shape=RAGGED, rows=rows, **of), "float32", made
     yield accepted(shape=(64, 512), rows=8, out_dtype="float32"), "float32", None

@@ -88,11 +88,13 @@ def test_loads_of_a_loop_have_no_mask_and_none_is_read_beyond_the_last_unit():
 
 def test_blocks_that_are_launched():
     """All of them where all experts are here; else what an even routing takes, and some."""
-    for tokens_, (experts, local) in itertools.product((1, 2, 16, 64), ((128, 128), (256, 32), (8, 8))):
+    for tokens_, (experts, local) in itertools.product((2, 16, 64), ((128, 128), (256, 32), (8, 8))):
         call = accepted(experts=experts, local=range(local), rows=tokens_, null="skip", hidden=64, inner=16)
         blocks, most = expected_blocks(call), most_blocks(8 * tokens_, local, COLUMNS)
         assert 1 <= blocks <= most
         assert blocks == most or (local < experts and blocks > 8 * tokens_ * local / experts / COLUMNS)
+    assert expected_blocks(accepted()) == 8
+    assert expected_blocks(accepted(experts=256, local=range(32), null="skip")) == 2
 
 
 # Launches
@@ -103,12 +105,12 @@ def launches(monkeypatch):
     """Grids and arguments of what a bound call launches, and the names of what makes lists and sums."""
     held = []
 
-    def programs(call, made, device, biases):
+    def programs(call, made, device, biases, settled):
         def stand_in(kind):
             return lambda grid, values: held.append((kind, grid, values))
 
-        few = experts_decode.listless(call)
-        return stand_in("each" if few else "first"), stand_in("summed" if few else "second")
+        of = "one " if experts_decode.listless(call) else ""
+        return stand_in(f"{of}first"), stand_in(f"{of}second")
 
     memory = torch.empty(1 << 22, dtype=torch.uint8)
     monkeypatch.setattr(experts_decode, "programs", programs)
@@ -172,11 +174,11 @@ def test_launches_of_one_token(launches):
     table = first[2][7]
     assert table.tolist() == [0, 1, 2, -1, 3, 4, 5]
     ids = args.indices.data_ptr()
-    assert first == (
-        "each", (6, 1, 1), (*addresses(args.gate_up), args.hidden.data_ptr(), None, base, ids, table, 96, 3)
-    )  # fmt: skip
+    given_ = *addresses(args.gate_up), args.hidden.data_ptr(), None, base, ids, table, 96, 3
+    assert first == ("one first", (6, 1, 1), given_)
     routed = ids, table, args.weights.data_ptr(), base
-    assert second == ("summed", (4, 1, 1), (*addresses(args.down), base, None, args.out.data_ptr(), *routed, 64, 4))
+    given_ = *addresses(args.down), base, None, args.out.data_ptr(), *routed, 64, 4
+    assert second == ("one second", (4, 1, 1), given_)
 
 
 def test_the_parts_of_a_call(launches):
@@ -196,7 +198,7 @@ def test_the_parts_of_a_call(launches):
     run.lists(one.indices)
     run.products(*one.arrays())
     run.combine(one.weights, one.indices, one.out)
-    assert [kind for kind, *_ in held] == ["each", "summed"]
+    assert [kind for kind, *_ in held] == ["one first", "one second"]
 
 
 # Machine code
@@ -214,14 +216,16 @@ CODES = [
 
 
 @needs_triton
+@pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize(("how", "registers"), CODES, ids=str)
-def test_machine_code(how, registers):
+def test_machine_code(how, registers, settled):
     call = accepted(**how)
     assert experts_decode.refuse(call) == ()
     made = experts_decode.configure(call)
     with launch.recorded() as sources:
-        experts_decode.programs(call, made, "cuda")
-    for source, most, early in zip(sources, registers, (False, True), strict=True):
+        experts_decode.programs(call, made, "cuda", settled=settled)
+    held = list(zip(sources, registers, (settled, True), strict=True))
+    for source, most, early in held[:1] if settled else held:
         types = {name: of.removesuffix(":16") for name, of in source.signature.items()}
         code = Program(source.kernel, types, source.constants, source.options).compile(90)
         print(source.kernel.__name__, code)
@@ -231,20 +235,19 @@ def test_machine_code(how, registers):
         waits = [i for i, opcode in enumerate(opcodes) if opcode.startswith("ACQBULK")]
         (lets,) = (i for i, opcode in enumerate(opcodes) if opcode.startswith("PREEXIT"))
         weights = [i for i, opcode in enumerate(opcodes) if opcode.startswith("LDG.E.EF")]
-        held = source.constants
-        ahead = 2 * held["R"] * held["D"]
+        of = source.constants
         if early:
             assert lets < waits[0]
-            assert sum(i < waits[0] for i in weights) == ahead
+            assert sum(i < waits[0] for i in weights) == 2 * of["R"] * of["D"]
         else:  # what it lets start reads lists and ids at once
-            assert waits[-1] < lets < min(weights)
+            assert waits[0] < lets < min(weights)
             assert not count(Counter(opcodes[:lets]), r"LDG")
-        units = -(-held["K"] // 64)
-        share = source.options["num_warps"] // held.get("S", 1)
-        steps = held.get("G", 1) // held.get("S", 1) * -(-units // share) - held.get("L", 0) * held["D"]
-        runs = steps + (held.get("L", 0) > 0) * held["D"]
-        assert count(code.opcodes, "HMMA.16816") == 4 * held["R"] * runs
-        assert len(weights) == 2 * held["R"] * runs
+        parts, loops = of.get("S", 1), of.get("L", 0)
+        units, share = -(-of["K"] // 64), source.options["num_warps"] // parts
+        steps = of.get("G", 1) // parts * -(-units // share)
+        runs = steps - loops * of["D"] + (loops > 0) * of["D"]
+        assert count(code.opcodes, "HMMA.16816") == 4 * of["R"] * runs
+        assert len(weights) == 2 * of["R"] * runs
 
 
 # On a GPU

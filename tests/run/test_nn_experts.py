@@ -112,6 +112,7 @@ def graph(monkeypatch):
 
         monkeypatch.setattr(module, name, called)
 
+    monkeypatch.setenv("HALFBYTE_KERNEL", "experts-loop")
     monkeypatch.setattr(experts_torch, "capturing", lambda device: True)
     monkeypatch.setattr(expert_ops, "check_ids", lambda indices, mixture: None)
     unguarded(experts_torch, "_product")

@@ -5,12 +5,9 @@ tokens: what is said there of the order of sums and of their error holds here. A
 and those of a token are added in the order of its slots. So equal calls give equal bits, on any number of tokens that
 takes the same launches.
 
-There are three ways through the launches, by the number of tokens:
-
-- With few there are two launches. A block of the first product is a slot, and each reads its expert's weights: another
-  slot of the same expert finds them in L2. A program of the second has all slots of a token, each in a column of its
-  own of the matrix unit, and adds them there.
-- Otherwise slots are listed by expert first and added at the end, in launches of their own.
+Slots are listed by expert first and added at the end, in launches of their own. One token has the two products alone:
+a program of the first takes a slot and reads its expert's number, and one of the second has all slots, each in a column
+of its own of the matrix unit, and adds them.
 
 What routing there is, is known only when the kernel ahead is over: the first product asks for no weight before. The
 second one asks for its first weights while the first one ends; see ``halfbyte.kernels.cuda.experts``.
@@ -36,8 +33,6 @@ from halfbyte.layouts.fragments import FACTOR
 NAME: Final = "gluon-experts-decode"
 COLUMNS: Final = 8
 """Slots of a block."""
-FEW_TOKENS: Final = 1
-"""Up to so many there are two launches."""
 MOST_TOP: Final = 32
 
 
@@ -50,6 +45,7 @@ class Product:
         tiles: of 16 results, of a program; with a gate it has as many of each half.
         ahead: units of each warp and tile that are on their way.
         unroll: units of a warp, of all its tiles, at most, that are not a loop.
+        x_ahead: units of each warp of activations that are on their way, where there are lists.
         registers: of a thread, at most; None leaves it to the compiler.
     """
 
@@ -57,6 +53,7 @@ class Product:
     tiles: int = 1
     ahead: int = 3
     unroll: int = 32
+    x_ahead: int = 0
     registers: int | None = None
 
 
@@ -107,29 +104,34 @@ def programs_of(rows: int, made: Product) -> int:
     return -(-rows // (TILE * tiles_of(rows, made)))
 
 
+def ahead_of(k: int, tiles: int, made: Product) -> dict[str, int]:
+    """The constants of a product with lists that say what is on its way, and what is a loop."""
+    ahead, loops = depth(k, tiles, made)
+    return {"D": ahead, "L": loops, "X_AHEAD": min(made.x_ahead, ahead), "NB": COLUMNS}
+
+
 def depth(k: int, tiles: int, made: Product) -> tuple[int, int]:
     """Units of each warp and tile ahead, and how often as many are a loop."""
     units = -(-k // UNIT)
     steps = -(-units // made.warps)
     ahead = min(made.ahead, steps)
-    return ahead, max(0, units // made.warps // ahead - 1) if steps * tiles > made.unroll else 0
+    return ahead, max(0, k // UNIT // made.warps // ahead - 1) if steps * tiles > made.unroll else 0
 
 
-def first_parts(call: ExpertsCall, bias: str, made: Product, *, listed: bool) -> tuple[dict[str, str], dict[str, Any]]:
+def first_parts(call: ExpertsCall, bias: str, made: Product, settled: bool) -> tuple[dict[str, str], dict[str, Any]]:
     """The signature and the constants of gate_up."""
-    mixture = call.mixture
+    mixture, numbers, one = call.mixture, Numbers.of(call.mixture), listless(call)
     tiles = mixture.parts * tiles_of(call.inner, made)
-    ahead, loops = depth(call.shape[-1], tiles, made)
+    k = call.shape[-1]
     constants = {
-        "K": call.shape[-1], "TOP": call.top, "R": tiles, "D": ahead, "L": loops,
-        **({"NB": COLUMNS} if listed else {}),
+        "K": k, "TOP": call.top, "R": tiles,
+        **({"D": depth(k, tiles, made)[0], "ALL": _whole(numbers)} if one else ahead_of(k, tiles, made)),
         **decoding(call.dtype, per_row=call.per_row, bias=call.bias),
         "ACTIVATION": mixture.activation, "GATED": mixture.gated, "UP_FIRST": mixture.gate_up_order == "up_first",
-        "LIMIT": mixture.limit,
-        **({"EARLY": False} if listed else Numbers.of(call.mixture).constants()),
+        "LIMIT": mixture.limit, **(numbers.constants() if one else {}), "EARLY": settled,
     }  # fmt: skip
     lists = ("blocks_ptr", "slots_ptr", "count_ptr")
-    routing = dict.fromkeys(lists, "*i32") if listed else {"indices_ptr": _ids(call), "places_ptr": "*i32"}
+    routing = {"indices_ptr": _ids(call), "places_ptr": "*i32"} if one else dict.fromkeys(lists, "*i32")
     types = weights_of("x_ptr", bias, call.dtype, call.dtype) | routing | {"N": "i32", "PROGRAMS": "i32"}
     return types, constants
 
@@ -137,9 +139,8 @@ def first_parts(call: ExpertsCall, bias: str, made: Product, *, listed: bool) ->
 def second_parts(call: ExpertsCall, bias: str, made: Product) -> tuple[dict[str, str], dict[str, Any]]:
     """The same of down with lists."""
     tiles = tiles_of(call.shape[-1], made)
-    ahead, loops = depth(call.inner, tiles, made)
     constants = {
-        "K": call.inner, "TOP": 1, "R": tiles, "D": ahead, "L": loops, "NB": COLUMNS,
+        "K": call.inner, "TOP": 1, "R": tiles, **ahead_of(call.inner, tiles, made),
         **decoding(call.dtype, per_row=call.down_per_row, bias=call.down_bias),
         "ACTIVATION": None, "GATED": False, "UP_FIRST": False, "LIMIT": None, "EARLY": True,
     }  # fmt: skip
@@ -151,14 +152,13 @@ def second_parts(call: ExpertsCall, bias: str, made: Product) -> tuple[dict[str,
 def summed_parts(call: ExpertsCall, bias: str, made: ExpertsDecode) -> tuple[dict[str, str], dict[str, Any]]:
     """The same of down where it adds the slots of a token."""
     numbers, second = Numbers.of(call.mixture), made.second
-    whole = not numbers.padding and (not numbers.remote or len(numbers.local) == numbers.experts)
     parts = min(made.parts, second.warps)
-    group = min(made.together, -(-call.top // parts) * parts)
+    group = max(1, min(made.together, call.top + parts - 1) // parts) * parts
     units = -(-call.inner // UNIT)
     steps = group // parts * -(-units // (second.warps // parts))
     constants = {
         "K": call.inner, "TOP": call.top, "R": tiles_of(call.shape[-1], second), "D": min(second.ahead, steps),
-        "G": group, "S": parts, "ALL": whole and group == call.top,
+        "G": group, "S": parts, "ALL": _whole(numbers) and group == call.top,
         **decoding(call.dtype, per_row=call.down_per_row, bias=call.down_bias),
         **numbers.constants(),
     }  # fmt: skip
@@ -169,13 +169,18 @@ def summed_parts(call: ExpertsCall, bias: str, made: ExpertsDecode) -> tuple[dic
     return types, constants
 
 
+def _whole(numbers: Numbers) -> bool:
+    """Whether no slot is skipped."""
+    return not numbers.padding and (not numbers.remote or len(numbers.local) == numbers.experts)
+
+
 def _ids(call: ExpertsCall) -> str:
     return {"int32": "*i32", "int64": "*i64"}[call.indices]
 
 
 def listless(call: ExpertsCall) -> bool:
-    """Whether there are two launches."""
-    return call.rows <= FEW_TOKENS
+    """Whether the two products are all: of one token."""
+    return call.rows == 1
 
 
 def configure(call: ExpertsCall) -> ExpertsDecode:
@@ -184,15 +189,19 @@ def configure(call: ExpertsCall) -> ExpertsDecode:
 
 
 def programs(
-    call: ExpertsCall, made: ExpertsDecode, device: Any, biases: tuple[str, str] = ("float32", "float32")
+    call: ExpertsCall,
+    made: ExpertsDecode,
+    device: Any,
+    biases: tuple[str, str] = ("float32", "float32"),
+    settled: bool = False,
 ) -> tuple[Program, Program]:
     """Both products, compiled for a device."""
     from halfbyte.kernels.cuda import experts_decode_code as code
 
     first, second, few = made.first, made.second, listless(call)
     one = program(
-        code.each if few else code.listed,
-        *first_parts(call, biases[0], first, listed=not few),
+        code.one_first if few else code.listed,
+        *first_parts(call, biases[0], first, settled),
         device=device,
         warps=first.warps,
         pdl=True,
@@ -200,7 +209,7 @@ def programs(
     )
     parts = summed_parts(call, biases[1], made) if few else second_parts(call, biases[1], second)
     two = program(
-        code.summed if few else code.listed,
+        code.one_second if few else code.listed,
         *parts,
         device=device,
         warps=second.warps,
@@ -225,13 +234,12 @@ def refuse(call: ExpertsCall) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def bind(args: ExpertsArgs, made: ExpertsDecode | None = None) -> Callable[[Any, Any, Any, Any], None]:
+def bind(args: ExpertsArgs, made: ExpertsDecode | None = None) -> Layer:
     """A call's launches; ``made`` instead of the configuration chosen."""
     call = args.call()
     made = configure(call) if made is None else made
     biases = [args.gate_up_bias, args.down_bias]
     one, two = ("float32" if b is None else dtype_name(b.dtype) for b in biases)
-    first, second = programs(call, made, args.hidden.device, (one, two))
     stacks = [
         tuple(stack.buffers()[name].data_ptr() for name in ("codes", "scales", "scale2"))
         for stack in (args.gate_up, args.down)
@@ -239,36 +247,36 @@ def bind(args: ExpertsArgs, made: ExpertsDecode | None = None) -> Callable[[Any,
     added = [None if b is None else b.data_ptr() for b in biases]
     rows = call.shape[-2], call.shape[-1]
     each = programs_of(call.inner, made.first), programs_of(rows[1], made.second)
-    slots = call.rows * call.top
+    alone = listless(call)
+    blocks, device = expected_blocks(call), args.hidden.device
+    grids = (blocks * each[0], 1, 1), (each[1] if alone else blocks * each[1], 1, 1)
+    table = table_of(args) if alone else None
+    said = refused.word(device).data_ptr() if alone else 0
 
-    if listless(call):
-        table = table_of(args)
-        said = refused.word(args.hidden.device).data_ptr()
-        grids = (slots * each[0], 1, 1), (call.rows * each[1], 1, 1)
+    def launches(settled: bool) -> Callable[..., None]:
+        first, second = programs(call, made, device, (one, two), settled)
 
-        def products(hidden: Any, indices: Any, weights: Any, out: Any, lists: Any, h: int, y: int) -> None:
-            ids = indices.data_ptr()
-            first(grids[0], (*stacks[0], hidden.data_ptr(), added[0], h, ids, table, rows[0], each[0]))
-            second(
-                grids[1],
-                (*stacks[1], h, added[1], out.data_ptr(), ids, table, weights.data_ptr(), said, rows[1], each[1]),
-            )
+        def run(hidden: Any, indices: Any, weights: Any, out: Any, lists: tuple[int, ...], h: int, y: int) -> None:
+            routing: tuple[Any, ...] = lists
+            to, scaled = y, tuple[int, ...]()
+            if alone:
+                routing, to, scaled = (indices.data_ptr(), table), out.data_ptr(), (weights.data_ptr(), said)
+            first(grids[0], (*stacks[0], hidden.data_ptr(), added[0], h, *routing, rows[0], each[0]))
+            second(grids[1], (*stacks[1], h, added[1], to, *routing, *scaled, rows[1], each[1]))
 
-        return Layer(args, 0, products)
+        return run
 
-    blocks = expected_blocks(call)
-    grids = (blocks * each[0], 1, 1), (blocks * each[1], 1, 1)
-
-    def listed(hidden: Any, indices: Any, weights: Any, out: Any, lists: tuple[int, ...], h: int, y: int) -> None:
-        first(grids[0], (*stacks[0], hidden.data_ptr(), added[0], h, *lists, rows[0], each[0]))
-        second(grids[1], (*stacks[1], h, added[1], y, *lists, rows[1], each[1]))
-
-    return Layer(args, COLUMNS, listed)
+    return Layer(args, 0 if alone else COLUMNS, launches(False), settled=lambda: launches(True))
 
 
 def expected_blocks(call: ExpertsCall) -> int:
-    """How many blocks are launched; programs of those beyond take those of the first ones then."""
+    """How many blocks, or slots of one token, are launched; programs of those beyond take those of the first ones then.
+
+    All where all experts are here; else what an even routing takes, and some.
+    """
     local, slots = len(call.mixture.local), call.rows * call.top
+    if listless(call):
+        return min(call.top, -(-4 * slots * local // call.mixture.experts))
     most = most_blocks(slots, local, COLUMNS)
     even = most_blocks(-(-slots * local // call.mixture.experts), local, COLUMNS)
     return min(most, even + max(4, even // 2))

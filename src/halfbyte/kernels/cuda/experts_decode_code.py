@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from halfbyte.kernels.cuda.decode_gluon_code import (
     _activated,
-    _activations,
     _codes_layout,
+    _pair,
     _scales_layout,
     _stripe,
     _weights,
@@ -57,14 +57,40 @@ def _request(
 
 
 @gluon.jit
+def _words(at, odd, there, NB: gl.constexpr):
+    """Addresses of four words of the first half of each block -> the words of both halves, 0 where not ``there``.
+
+    As ``_activations`` of ``decode_gluon_code``: where ``odd``, of 16 columns, it is the second half.
+    """
+    after = gl.where(odd, -4, 4) if NB > 8 else 4
+    if there is None:
+        one = gl.load(at)
+        two = gl.load(at + after)
+    else:
+        one = gl.load(at, mask=there, other=0)
+        two = gl.load(at + after, mask=there, other=0)
+    return (gl.where(odd, two, one), gl.where(odd, one, two)) if NB > 8 else (one, two)
+
+
+@gluon.jit
+def _only(words, there):
+    """The words of some columns; the others are 0."""
+    return gl.where(there, words[0], 0), gl.where(there, words[1], 0)
+
+
+@gluon.jit
+def _operand(words, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr, HALF: gl.constexpr):
+    """Words -> (W, 64, NB), as the operand B, k as of ``_weights``."""
+    x = gl.join(_pair(words[0], HALF), _pair(words[1], HALF))
+    x = x.reshape(W, NB, 4, 2, 2, 2, 2).permute(0, 6, 3, 4, 2, 5, 1)  # w m kt s i p h -> w | h s i kt p | m
+    return gl.convert_layout(x.reshape(W, 64, NB), B, assert_trivial=True)
+
+
+@gluon.jit
 def _columns(slots_ptr, b, m, NB: gl.constexpr):
     """The slot of each column of a block; where there is none, that of the first."""
-    if slots_ptr is None:
-        f = b + m * 0
-    else:
-        f = gl.load(slots_ptr + b * NB + m, cache_modifier=".cg")
-        f = gl.where(f < 0, gl.load(slots_ptr + b * NB, cache_modifier=".cg"), f)
-    return f
+    f = gl.load(slots_ptr + b * NB + m, cache_modifier=".cg")
+    return gl.where(f < 0, gl.load(slots_ptr + b * NB, cache_modifier=".cg"), f)
 
 
 @gluon.jit
@@ -97,6 +123,7 @@ def _block(
     R: gl.constexpr,
     D: gl.constexpr,
     L: gl.constexpr,
+    X_AHEAD: gl.constexpr,
     NB: gl.constexpr,
     PER_ROW: gl.constexpr,
     BIAS: gl.constexpr,
@@ -163,16 +190,34 @@ def _block(
     if BIAS:
         bias = gl.load(bias_ptr + place * N + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
 
+    x_k = xw * 64 + xk // 4 * 16
+    ones = ()
+    twos = ()
+    for j in gl.static_range(X_AHEAD):
+        there = None if (j + 1) * W * 64 <= K else x_k + j * W * 64 < K
+        one, two = _words(x_at + j * W * 32, odd, there, NB)
+        ones = ones + (one,)
+        twos = twos + (two,)
     acc = gl.zeros([W, R * 16, NB], gl.float32, MMA)
     for _ in range(L):
         next_codes = ()
         next_scales = ()
+        run_ones = ones
+        run_twos = twos
         for j in gl.static_range(D):
             c, s = _request(codes_at, scales_at, cw, sw, j + D, None, None, W, W, KEEP)
             next_codes = next_codes + (c,)
             next_scales = next_scales + (s,)
-            x = _activations(x_at + j * W * 32, odd, None, W, NB, B, HALF)
+            one, two = _words(x_at + (j + X_AHEAD) * W * 32, odd, None, NB)
+            run_ones = run_ones + (one,)
+            run_twos = run_twos + (two,)
+            x = _operand((run_ones[j], run_twos[j]), W, NB, B, HALF)
             acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), x, acc)
+        ones = ()
+        twos = ()
+        for j in gl.static_range(X_AHEAD):
+            ones = ones + (run_ones[D + j],)
+            twos = twos + (run_twos[D + j],)
         codes = next_codes
         scales = next_scales
         codes_at += D * W * 128
@@ -183,11 +228,14 @@ def _block(
             c, s = _request(codes_at, scales_at, cw, sw, j + D, None, None, W, UNITS - (L * D + j + D) * W, KEEP)
             codes = codes + (c,)
             scales = scales + (s,)
-        if (L * D + j + 1) * W * 64 <= K:
-            x = _activations(x_at + j * W * 32, odd, None, W, NB, B, HALF)
-        else:
-            there = ((L * D + j) * W + xw) * 64 + xk // 4 * 16 < K
-            x = _activations(x_at + j * W * 32, odd, there, W, NB, B, HALF)
+        if j + X_AHEAD < REST:
+            there = None
+            if (L * D + j + X_AHEAD + 1) * W * 64 > K:
+                there = x_k + (L * D + j + X_AHEAD) * W * 64 < K
+            one, two = _words(x_at + (j + X_AHEAD) * W * 32, odd, there, NB)
+            ones = ones + (one,)
+            twos = twos + (two,)
+        x = _operand((ones[j], twos[j]), W, NB, B, HALF)
         acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), x, acc)
 
     total = gl.sum(acc, axis=0) * (scale2 * FACTOR)
@@ -202,16 +250,11 @@ def _block(
     OUT: gl.constexpr = total.type.layout
     n = tile * 16 + gl.arange(0, T * 16, layout=gl.SliceLayout(1, OUT))
     m = gl.arange(0, NB, layout=gl.SliceLayout(0, OUT))
-    if slots_ptr is None:
-        f = b + m
-        there = m < 1
-    else:
-        f = gl.load(slots_ptr + b * NB + m, cache_modifier=".cg")
-        there = f >= 0
+    f = gl.load(slots_ptr + b * NB + m, cache_modifier=".cg")
     gl.store(
         out_ptr + (f.to(gl.int64)[None, :] * N + n[:, None]),
         total.to(out_ptr.dtype.element_ty),
-        mask=there[None, :] & ((n >= first) & (n < N))[:, None],
+        mask=(f >= 0)[None, :] & ((n >= first) & (n < N))[:, None],
     )
 
 
@@ -233,6 +276,7 @@ def listed(
     R: gl.constexpr,
     D: gl.constexpr,
     L: gl.constexpr,
+    X_AHEAD: gl.constexpr,
     NB: gl.constexpr,
     PER_ROW: gl.constexpr,
     BIAS: gl.constexpr,
@@ -267,6 +311,7 @@ def listed(
         R: tiles of a program.
         D: units of each warp and tile on their way ahead of the one that is multiplied.
         L: runs of D units that are a loop; what is left is unrolled.
+        X_AHEAD: steps of activations that are on their way, up to D.
         NB: 8 or 16.
         PER_ROW: scale2 has N values of each expert.
         BIAS: a bias is added.
@@ -292,7 +337,8 @@ def listed(
         place = gl.load(blocks_ptr + after // PROGRAMS, mask=after < items, other=0, cache_modifier=".cg")
         _block(
             codes_ptr, scales_ptr, scale2_ptr, x_ptr, bias_ptr, out_ptr, slots_ptr, b, here, item % PROGRAMS, N, K,
-            TOP, R, D, L, NB, PER_ROW, BIAS, DECODE, SCALE, FACTOR, KEEP, ACTIVATION, GATED, UP_FIRST, LIMIT, EARLY,
+            TOP, R, D, L, X_AHEAD, NB, PER_ROW, BIAS, DECODE, SCALE, FACTOR, KEEP, ACTIVATION, GATED, UP_FIRST,
+            LIMIT, EARLY,
         )  # fmt: skip
     if EARLY:
         _wait()
@@ -315,7 +361,7 @@ def _place(
 
 
 @gluon.jit
-def each(
+def one_first(
     codes_ptr,
     scales_ptr,
     scale2_ptr,
@@ -330,7 +376,7 @@ def each(
     TOP: gl.constexpr,
     R: gl.constexpr,
     D: gl.constexpr,
-    L: gl.constexpr,
+    ALL: gl.constexpr,
     PER_ROW: gl.constexpr,
     BIAS: gl.constexpr,
     DECODE: gl.constexpr,
@@ -346,23 +392,128 @@ def each(
     LOCAL: gl.constexpr,
     NULL: gl.constexpr,
     UNKNOWN: gl.constexpr,
+    EARLY: gl.constexpr,
 ):
-    """As ``listed``, without lists: a block is a slot. Grid: slots times PROGRAMS.
+    """As ``listed``, of one token and without lists: slots that count are taken in turn, PROGRAMS each.
+
+    A column of the matrix unit is a step of a warp here, modulo 8: so the token is read once, by all lanes.
 
     Args:
+        x_ptr: (K,).
+        out_ptr: (TOP, N); (TOP, N / 2) if GATED.
         indices_ptr: i32 or i64, the number of each slot's expert.
         places_ptr: as of ``places_of`` of ``lists_code``, as are EXPERTS and what follows it.
+        ALL: no slot is skipped.
+        EARLY: the ids were written before the kernel ahead began, and weights may be read before it ends.
     """
-    _wait()
+    W: gl.constexpr = gl.num_warps()
+    HALF: gl.constexpr = x_ptr.dtype.element_ty
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    CODES: gl.constexpr = _codes_layout(W, R)
+    SCALES: gl.constexpr = _scales_layout(W, R)
+    X: gl.constexpr = _x_layout(W, 8)
+    UNITS: gl.constexpr = (K + 63) // 64
+    STEPS: gl.constexpr = (UNITS + W - 1) // W
+    T: gl.constexpr = R // 2 if GATED else R
+
+    if not EARLY:
+        _wait()
     _launch_dependents()
-    f = gl.program_id(0) // PROGRAMS
-    place = _place(indices_ptr + f, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
-    if place >= 0:
-        _block(
-            codes_ptr, scales_ptr, scale2_ptr, x_ptr, bias_ptr, out_ptr, None, f, place, gl.program_id(0) % PROGRAMS,
-            N, K, TOP, R, D, L, 8, PER_ROW, BIAS, DECODE, SCALE, FACTOR, KEEP, ACTIVATION, GATED, UP_FIRST, LIMIT,
-            False,
-        )  # fmt: skip
+    STRIPES = (N + 15) // 16
+    PART = N // 32 if GATED else STRIPES
+    cw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))[:, None, None]
+    cr = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))[None, :, None]
+    ci = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, CODES)))[None, None, :]
+    codes_in = _stripe(cr, T, PART) * (UNITS * 128) + cw * 128 + ci
+    sw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, SCALES)))[:, None, None]
+    sr = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, SCALES)))[None, :, None]
+    si = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, SCALES)))[None, None, :]
+    scales_in = _stripe(sr, T, PART) * (UNITS * 32) + sw * 32 + si
+    xw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None, None]
+    xm = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
+    xk = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
+    x_k = (xm * W + xw) * 64 + xk // 4 * 16
+    x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + ((xm * W + xw) * 32 + xk // 4 * 8 + xk % 4)
+
+    if ALL:
+        items = TOP * PROGRAMS
+    else:
+        known = ()
+        for i in gl.static_range(TOP):
+            known = known + (_place(indices_ptr + i, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN),)
+        items = 0
+        for i in gl.static_range(TOP):
+            items += gl.where(known[i] >= 0, PROGRAMS, 0)
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        group = item % PROGRAMS
+        if ALL:
+            slot = item // PROGRAMS
+            place = _place(indices_ptr + slot, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
+            place = gl.maximum(place, 0)
+        else:
+            slot = 0
+            place = 0
+            left = item // PROGRAMS
+            for i in gl.static_range(TOP):
+                counts = known[i] >= 0
+                slot = gl.where(counts & (left == 0), i, slot)
+                place = gl.where(counts & (left == 0), known[i], place)
+                left -= gl.where(counts, 1, 0)
+        words = ()
+        if not EARLY:
+            for j in gl.static_range((STEPS + 7) // 8):
+                words = words + (_words(x_at + j * W * 256, None, x_k + j * W * 512 < K, 8),)
+        tile = gl.minimum(group * T, PART - T)
+        from_here = (place * STRIPES + tile).to(gl.int64)
+        codes_at = codes_ptr + (from_here * (UNITS * 128) + codes_in)
+        scales_at = scales_ptr + (from_here * (UNITS * 32) + scales_in)
+        codes = ()
+        scales = ()
+        for j in gl.static_range(D):
+            c, s = _request(codes_at, scales_at, cw, sw, j, None, None, W, UNITS - j * W, KEEP)
+            codes = codes + (c,)
+            scales = scales + (s,)
+        row = gl.arange(0, R * 16, layout=gl.SliceLayout(1, gl.SliceLayout(0, MMA)))
+        n = (tile + _stripe(row // 16, T, PART)) * 16 + row % 16
+        if PER_ROW:
+            scale2 = gl.load(scale2_ptr + place * N + n, mask=n < N, other=0.0)
+        else:
+            scale2 = gl.load(scale2_ptr + place)
+        if BIAS:
+            bias = gl.load(bias_ptr + place * N + n, mask=n < N, other=0.0).to(gl.float32)
+        if EARLY:
+            _wait()
+            for j in gl.static_range((STEPS + 7) // 8):
+                words = words + (_words(x_at + j * W * 256, None, x_k + j * W * 512 < K, 8),)
+
+        acc = gl.zeros([W, R * 16, 8], gl.float32, MMA)
+        for j in gl.static_range(STEPS):
+            if j + D < STEPS:
+                c, s = _request(codes_at, scales_at, cw, sw, j + D, None, None, W, UNITS - (j + D) * W, KEEP)
+                codes = codes + (c,)
+                scales = scales + (s,)
+            x = _operand(_only(words[j // 8], (xm == j % 8) & (xk < 16) & (xw < W)), W, 8, B, HALF)
+            acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), x, acc)
+        total = gl.convert_layout(gl.sum(gl.sum(acc, axis=2), axis=0), gl.SliceLayout(1, gl.SliceLayout(0, MMA)))
+        total = total * (scale2 * FACTOR)
+        if BIAS:
+            total = total + bias
+        if GATED:
+            one, two = gl.split(total.reshape(2, T * 16).permute(1, 0))
+            total = _gated(two, one, ACTIVATION, LIMIT) if UP_FIRST else _gated(one, two, ACTIVATION, LIMIT)
+            WIDTH = N // 2
+        else:
+            total = _activated(total, ACTIVATION)
+            WIDTH = N
+        n = tile * 16 + gl.arange(0, T * 16, layout=total.type.layout)
+        gl.store(
+            out_ptr + (slot * WIDTH + n),
+            total.to(out_ptr.dtype.element_ty),
+            mask=(n >= group * (16 * T)) & (n < WIDTH),
+        )
+    _wait()
 
 
 @gluon.constexpr_function
@@ -391,7 +542,7 @@ def _of_part(values, first: gl.constexpr, part, S: gl.constexpr):
 
 
 @gluon.jit
-def summed(
+def one_second(
     codes_ptr,
     scales_ptr,
     scale2_ptr,
@@ -423,16 +574,16 @@ def summed(
     NULL: gl.constexpr,
     UNKNOWN: gl.constexpr,
 ):
-    """The last product of all slots of a token, times their weights, added in their order. Grid: tokens times PROGRAMS.
+    """The last product of all slots of a token, times their weights, added in their order. Grid: PROGRAMS.
 
     The slots that count are multiplied G at a time, S of them at once by so many parts of the warps, each in a column
     of its own: the others are 0 there.
 
     Args:
-        h_ptr: (slots, K) bf16 or f16.
-        out_ptr: (tokens, N).
-        indices_ptr: as of ``each``; written before the kernel ahead began.
-        places_ptr: as of ``each``.
+        h_ptr: (TOP, K) bf16 or f16.
+        out_ptr: (N,).
+        indices_ptr: as of ``one_first``; written before the kernel ahead began.
+        places_ptr: as of ``one_first``.
         weights_ptr: the routing weight of each slot, written before the kernel ahead began, too.
         refused_ptr: i64, where it is said which slot was refused, as ``halfbyte.kernels.cuda.refused`` reads it.
         TOP: slots of a token, up to 32.
@@ -455,8 +606,7 @@ def summed(
     ALL_STEPS: gl.constexpr = G // S * STEPS
 
     _launch_dependents()
-    token = gl.program_id(0) // PROGRAMS
-    group = gl.program_id(0) % PROGRAMS
+    group = gl.program_id(0)
     STRIPES = (N + 15) // 16
     first = group * (16 * R)
     tile = gl.minimum(group * R, STRIPES - R)
@@ -471,8 +621,8 @@ def summed(
     xw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None, None]
     xm = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
     xk = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
-    h_at = h_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (token.to(gl.int64) * (TOP * (K // 2)))
-    h_in = xw % KW * 32 + xk // 4 * 8 + xk % 4
+    h_k = xw % KW * 64 + xk // 4 * 16
+    h_at = h_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (xw % KW * 32 + xk // 4 * 8 + xk % 4)
     rows = gl.arange(0, R * 16, layout=gl.SliceLayout(1, ROWS))
     n = tile * 16 + rows
 
@@ -481,7 +631,7 @@ def summed(
     refused = -1
     count = 0
     for i in gl.static_range(TOP):
-        place = _place(indices_ptr + token * TOP + i, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
+        place = _place(indices_ptr + i, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
         known = known + (gl.maximum(place, 0),)
         count += gl.where(place >= 0, 1, 0)
         mask |= gl.where(place >= 0, 1 << i, 0)
@@ -502,7 +652,7 @@ def summed(
             else:
                 slot, mask = _next(mask)
                 slot = gl.minimum(slot, TOP - 1)
-                place = _place(indices_ptr + token * TOP + slot, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
+                place = _place(indices_ptr + slot, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
                 place = gl.maximum(place, 0)
             slots = slots + (slot,)
             places = places + (place,)
@@ -513,9 +663,10 @@ def summed(
             )
             if BIAS:
                 added = added + (gl.load(bias_ptr + at_row, mask=n < N, other=0.0).to(gl.float32),)
-            shares = shares + (gl.load(weights_ptr + token * TOP + slot).to(gl.float32),)
+            shares = shares + (gl.load(weights_ptr + slot).to(gl.float32),)
         codes = ()
         scales = ()
+        words = ()
         acc = gl.zeros([W, R * 16, 8], gl.float32, MMA)
         for j in gl.static_range(D + ALL_STEPS):
             if j < ALL_STEPS:
@@ -533,15 +684,17 @@ def summed(
                 scales = scales + (e,)
             if j == D - 1:
                 _wait()
+                column = h_at + _of_part(slots, 0, xm, G) * (K // 2)
+                own = (xm % S == xw // KW) & (xm < G) & (start + xm < TOP if ALL else start + xm < count)
+                for i in gl.static_range(STEPS):
+                    words = words + (_words(column + i * KW * 32, None, own & (h_k + i * KW * 64 < K), 8),)
             if j >= D:
-                at = h_at + (
-                    _of_part(slots, (j - D) // STEPS * S, xw // KW, S) * (K // 2) + (j - D) % STEPS * KW * 32 + h_in
-                )
-                there = xm == (j - D) // STEPS * S + xw // KW
-                if ((j - D) % STEPS + 1) * KW * 64 > K:
-                    there = there & (((j - D) % STEPS * KW + xw % KW) * 64 + xk // 4 * 16 < K)
-                if ALL or theres[(j - D) // STEPS * S]:
-                    x = _activations(at, None, there, W, 8, B, HALF)
+                there = (xm == (j - D) // STEPS * S + xw // KW) & (xk < 16)
+                if ALL:  # noqa: SIM114
+                    x = _operand(_only(words[(j - D) % STEPS], there), W, 8, B, HALF)
+                    acc = mma_v2(_weights(codes[j - D], scales[j - D], W, R, A, HALF, DECODE, SCALE), x, acc)
+                elif theres[(j - D) // STEPS * S]:
+                    x = _operand(_only(words[(j - D) % STEPS], there), W, 8, B, HALF)
                     acc = mma_v2(_weights(codes[j - D], scales[j - D], W, R, A, HALF, DECODE, SCALE), x, acc)
         total = gl.convert_layout(gl.sum(acc, axis=0), ROWS)
         even, odd = gl.split(total.reshape(R * 16, 4, 2))
@@ -558,9 +711,8 @@ def summed(
     if refused >= 0:
         sums = gl.full([R * 16], float("nan"), gl.float32, gl.SliceLayout(1, ROWS))
         if group == 0:
-            slot = token * TOP + refused
-            number = gl.load(indices_ptr + slot).to(gl.int64)
+            number = gl.load(indices_ptr + refused).to(gl.int64)
             null = gl.where((number >= 0) & (number < EXPERTS), 1, 0).to(gl.int64)
             number = gl.minimum(gl.maximum(number, -2147483648), 2147483647)
-            gl.store(refused_ptr, (number << 32) | (null << 31) | (slot + 1).to(gl.int64))
-    gl.store(out_ptr + token.to(gl.int64) * N + n, sums.to(out_ptr.dtype.element_ty), mask=(n >= first) & (n < N))
+            gl.store(refused_ptr, (number << 32) | (null << 31) | (refused + 1).to(gl.int64))
+    gl.store(out_ptr + n, sums.to(out_ptr.dtype.element_ty), mask=(n >= first) & (n < N))

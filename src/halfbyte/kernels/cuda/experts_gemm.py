@@ -12,7 +12,7 @@ known only when the kernel ahead is over; see ``halfbyte.kernels.cuda.experts``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from halfbyte.arrays import dtype_name
@@ -143,16 +143,16 @@ class Product:
         return self.features // 2 if self.gated else self.features
 
 
-def both(call: ExpertsCall, biases: tuple[str | None, str | None]) -> tuple[Product, Product]:
-    """gate_up and down of a call."""
+def both(call: ExpertsCall, bias: str | None, down_bias: str | None) -> tuple[Product, Product]:
+    """gate_up and down of a call, and their biases' dtypes."""
     mixture, dtype = call.mixture, call.dtype
     up_first = mixture.gate_up_order == "up_first"
     first = Product(
         call.shape[-2], call.shape[-1], mixture.gated, mixture.activation, mixture.limit, up_first, dtype, dtype,
-        call.per_row, biases[0], False,
+        call.per_row, bias, False,
     )  # fmt: skip
     second = Product(
-        call.shape[-1], call.inner, False, None, None, False, dtype, "float32", call.down_per_row, biases[1], True
+        call.shape[-1], call.inner, False, None, None, False, dtype, "float32", call.down_per_row, down_bias, True
     )
     return first, second
 
@@ -211,10 +211,14 @@ def _size(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
+def for_slots(each: float) -> ExpertsGemm:
+    """The configuration for so many slots of an expert, on average."""
+    return CONFIGURATIONS[sum(each > most for most in MOST)]
+
+
 def configure(call: ExpertsCall) -> ExpertsGemm:
     """The configuration for a call."""
-    each = slots_each(call)
-    return CONFIGURATIONS[sum(each > most for most in MOST)]
+    return for_slots(slots_each(call))
 
 
 def configurations(call: ExpertsCall) -> tuple[ExpertsGemm, ...]:
@@ -269,9 +273,7 @@ def compiled(made: Grouped, product: Product, device: Any) -> Program:
     """The program of a product."""
     from halfbyte.kernels.cuda.experts_gemm_code import experts as code
 
-    return program(
-        code, signature(made, product), constants(made, product), device=device, pdl=True, **options(made)
-    )
+    return program(code, signature(made, product), constants(made, product), device=device, pdl=True, **options(made))
 
 
 def bind(args: ExpertsArgs, made: ExpertsGemm | None = None) -> Callable[[Any, Any, Any, Any], None]:
@@ -279,7 +281,7 @@ def bind(args: ExpertsArgs, made: ExpertsGemm | None = None) -> Callable[[Any, A
     call = args.call()
     made = configure(call) if made is None else made
     biases = [args.gate_up_bias, args.down_bias]
-    one, two = both(call, tuple(None if b is None else dtype_name(b.dtype) for b in biases))
+    one, two = both(call, *(None if b is None else dtype_name(b.dtype) for b in biases))
     device, top, slots = args.hidden.device, call.top, call.rows * call.top
     first = bind_product(made.first, one, args.gate_up, biases[0], slots, device)
     second = bind_product(made.second, two, args.down, biases[1], slots, device)
@@ -296,8 +298,8 @@ def compile_as(call: ExpertsCall, made: ExpertsGemm) -> None:
     import torch
 
     device = torch.device(call.device)
-    biases = tuple("float32" if has else None for has in (call.bias, call.down_bias))
-    for way, product in zip((made.first, made.second), both(call, biases), strict=True):
+    biases = ("float32" if has else None for has in (call.bias, call.down_bias))
+    for way, product in zip((made.first, made.second), both(call, *biases), strict=True):
         compiled(way, product, device)
 
 

@@ -117,7 +117,7 @@ def produce(maps, ring, lists, x, numbers, FORM: gl.constexpr):
         wait_for_kernels_ahead()
     listed, there = _rows(slots, gl.minimum(block, gl.maximum(last, 0)), NB, ROWS, L)
     done = 0
-    for t in range(gl.program_id(0), items, gl.num_programs(0)):
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
         stripe = place * stripes + tile * STEP
         rows = ()
         for i in gl.static_range(NB // ROWS):
@@ -337,7 +337,7 @@ def consume(ring, lists, given, numbers, WHICH: gl.constexpr, FORM: gl.constexpr
     tile = gl.program_id(0) % along_n
     place = gl.load(blocks + gl.minimum(block, gl.maximum(last, 0)))
     done = 0
-    for t in range(gl.program_id(0), (last + 1) * along_n, gl.num_programs(0)):
+    for _ in range(gl.program_id(0), (last + 1) * along_n, gl.num_programs(0)):
         at = slots + block * NB
         expert = place
         part = tile

@@ -140,10 +140,16 @@ def lists(
     if NULL < -1 or UNKNOWN < -1:
         worst = tl.min(tl.where((place < -1) & (slot < SLOTS), slot, SLOTS), 0)
         if worst < SLOTS:
-            number = tl.load(indices + worst).to(tl.int64)
-            null = tl.where((number >= 0) & (number < EXPERTS), 1, 0).to(tl.int64)
-            number = tl.minimum(tl.maximum(number, -2147483648), 2147483647)
-            tl.store(refused, (number << 32) | (null << 31) | (worst + 1).to(tl.int64))
+            tell(refused, indices, worst, EXPERTS)
+
+
+@triton.jit
+def tell(refused, indices, slot, EXPERTS: tl.constexpr):
+    """Write which slot is refused, as in ``halfbyte.kernels.cuda.refused``."""
+    number = tl.load(indices + slot).to(tl.int64)
+    null = tl.where((number >= 0) & (number < EXPERTS), 1, 0).to(tl.int64)
+    number = tl.minimum(tl.maximum(number, -2147483648), 2147483647)
+    tl.store(refused, (number << 32) | (null << 31) | (slot + 1).to(tl.int64))
 
 
 @triton.jit
