@@ -95,7 +95,8 @@ def combined(device: str) -> Iterator[str]:
         y[~torch.from_numpy(own.reshape(-1))] = torch.nan
         terms = y.double().view(tokens, top, h).nan_to_num() * weights.double()[..., None]
         got = torch.full((tokens, h), -7.0, dtype=getattr(torch, out), device=at)
-        run = bind_combine(tokens, top, h, ("int64", dtype, out), numbers, numbers.places(at), at, sm)
+        places = numbers.places(at)
+        run = bind_combine(tokens, top, h, ("int64", dtype, out), numbers, places, at, sm)
         results = y.to(at)
         run(results if device == "cpu" else results.data_ptr(), torch.from_numpy(ids).to(at), weights.to(at), got)
         name = f"{tokens} {top} {numbers} {dtype} {out}"

@@ -70,6 +70,8 @@ class Layer:
             of h and y.
         adds: whether ``products`` itself adds the slots of a token, and writes no y; by default where it has no lists.
         settled: makes what launches both where the routing is settled; None where that is ``products``.
+        rows: of h; by default as many as there are slots.
+        more: bytes of memory that lie ``behind`` y.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class Layer:
         products: Callable[..., None],
         adds: bool | None = None,
         settled: Callable[[], Callable[..., None]] | None = None,
+        rows: int | None = None,
+        more: int = 0,
     ) -> None:
         adds = not size if adds is None else adds
         (tokens, width), top = args.hidden.shape, args.indices.shape[1]
@@ -100,8 +104,11 @@ class Layer:
             dtypes = call.indices, call.weights, call.out_dtype
             self._combine = bind_combine(tokens, top, width, dtypes, numbers, *of)
         self._h = lists
-        self._y = lists + _whole(tokens * top * call.inner * args.hidden.element_size())
+        rows = tokens * top if rows is None else rows
+        self._y = lists + _whole(rows * call.inner * args.hidden.element_size())
         self._nbytes = self._y + (0 if adds else tokens * top * width * 4)
+        if more:
+            self._nbytes = self._y + behind(tokens * top, width) + more
         self._held: Any = None
 
     def __call__(self, hidden: Any, indices: Any, weights: Any, out: Any) -> None:
@@ -144,6 +151,11 @@ class Layer:
         if self._held is None:
             self._held = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
         return int(self._held.data_ptr())
+
+
+def behind(slots: int, width: int) -> int:
+    """Bytes from y on to what is behind it."""
+    return _whole(slots * width * 4)
 
 
 def _whole(nbytes: int) -> int:

@@ -12,15 +12,18 @@ known only when the kernel ahead is over; see ``halfbyte.kernels.cuda.experts``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from halfbyte.arrays import dtype_name
 from halfbyte.kernels.base import Kernel
 from halfbyte.kernels.cuda import experts
 from halfbyte.kernels.cuda.experts import Layer, slots_each
+from halfbyte.kernels.cuda.fp8_gluon import FACTOR as FP8_FACTOR
+from halfbyte.kernels.cuda.fp8_gluon import look_up_code, table_code
+from halfbyte.kernels.cuda.fp8_quantize import pitch
 from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT, decode_code, scales_code
-from halfbyte.kernels.cuda.gemm_gluon import BESIDE, GROUP, REGISTERS, SHARED, STAGES, multiprocessors
+from halfbyte.kernels.cuda.gemm_gluon import BESIDE, GROUP, REGISTERS, SHARED, STAGES, described, multiprocessors
 from halfbyte.kernels.cuda.launch import Program, boxes, program
 from halfbyte.kernels.cuda.lists import most_blocks
 from halfbyte.kernels.experts import ExpertsArgs, ExpertsCall, experts_cost
@@ -43,7 +46,7 @@ class Grouped:
         low: as many are multiplied where a block has no more; 0 where it is always all.
         units: of 64 k of a step: 1, 2 or 4.
         programs: of a multiprocessor.
-        copiers: warps that copy rows, 1 or 4.
+        copiers: warps that copy rows of x, 1 or 4; 0 where its rows are in the order of slots.
         producer: registers of their threads.
     """
 
@@ -56,19 +59,21 @@ class Grouped:
     producer: int = 40
     small: bool = False
     mid: int = 0
+    fp8: bool = False
 
     @property
     def registers(self) -> tuple[int, int]:
         """Of each thread at the start, and of a consumer's threads then."""
-        threads = GROUP * (self.consumers + 1)
+        others = 1 if self.copiers < GROUP // 32 else 2
+        threads = GROUP * (self.consumers + others)
         first = min(REGISTERS // self.programs // threads // 8 * 8, 248)
-        then = (first * threads - self.producer * GROUP) // (GROUP * self.consumers) // 8 * 8
+        then = (first * threads - others * self.producer * GROUP) // (GROUP * self.consumers) // 8 * 8
         return first, min(then, 240)
 
     @property
     def stage(self) -> int:
         """Bytes of a stage."""
-        return self.units * (self.consumers * 8 * 576 + self.slots * 128)
+        return self.units * (self.consumers * 8 * 576 + self.slots * (64 if self.fp8 else 128))
 
     def height(self, size: int) -> int:
         """Slots that are stored at a time, of elements of so many bytes."""
@@ -97,11 +102,17 @@ class ExpertsGemm:
     second: Grouped
 
 
-SIXTEEN: Final = Grouped(1, 16, 0, 4, 3, 1, 32)
-THIRTY_TWO: Final = Grouped(2, 32, 0, 2, 2, 4, 32)
-SIXTY_FOUR: Final = Grouped(2, 64, 32, 2, 1, 4, 40)
-MANY: Final = Grouped(2, 128, 64, 2, 1, 4, 48)
-CONFIGURATIONS: Final = tuple(ExpertsGemm(made, made) for made in (SIXTEEN, THIRTY_TWO, SIXTY_FOUR, MANY))
+def _both(made: Grouped) -> ExpertsGemm:
+    """The second product reads what the first one wrote, in the order of blocks."""
+    return ExpertsGemm(made, replace(made, copiers=0))
+
+
+CONFIGURATIONS: Final = (
+    _both(Grouped(2, 16, 0, 4, 2, 1, 40)),
+    _both(Grouped(2, 32, 0, 2, 2, 1, 48)),
+    _both(Grouped(2, 64, 16, 2, 1, 4, 40)),
+    _both(Grouped(2, 128, 32, 2, 1, 4, 40)),
+)
 """Those that are tested."""
 MOST: Final = (10.0, 24.0, 80.0)
 """Slots of an expert, on average, that each but the last of them is for, at the most; measured on an H200."""
@@ -123,6 +134,7 @@ class Product:
         per_row: scale2 differs by feature.
         bias: the dtype of the bias, or None.
         early: weights are asked for before the kernel ahead is over, which lists are older than.
+        sorted: results are stored in the order of blocks, not of slots.
     """
 
     features: int
@@ -136,6 +148,7 @@ class Product:
     per_row: bool
     bias: str | None
     early: bool
+    sorted: bool = False
 
     @property
     def results(self) -> int:
@@ -149,7 +162,7 @@ def both(call: ExpertsCall, bias: str | None, down_bias: str | None) -> tuple[Pr
     up_first = mixture.gate_up_order == "up_first"
     first = Product(
         call.shape[-2], call.shape[-1], mixture.gated, mixture.activation, mixture.limit, up_first, dtype, dtype,
-        call.per_row, bias, False,
+        call.per_row, bias, False, True,
     )  # fmt: skip
     second = Product(
         call.shape[-1], call.inner, False, None, None, False, dtype, "float32", call.down_per_row, down_bias, True
@@ -159,16 +172,18 @@ def both(call: ExpertsCall, bias: str | None, down_bias: str | None) -> tuple[Pr
 
 def signature(made: Grouped, product: Product) -> dict[str, str]:
     """The types of the device code's arguments."""
+    of = "fp8e4nv" if made.fp8 else TYPES[product.dtype]
     return {
-        "codes_map": boxes("i32", (4, 8 * made.units, 16), 64),
-        "scales_map": boxes("i32", (4, 16 * made.units), 0),
-        "x": f"*{TYPES[product.dtype]}:16",
+        "codes_map": boxes("i32", (4 * made.consumers, 8 * made.units, 16), 64),
+        "scales_map": boxes("i32", (4 * made.consumers, 16 * made.units), 0),
+        "x": f"*{of}:16" if made.copiers else boxes(of, (made.slots, 64 * made.units), 128),
         "out": f"*{TYPES[product.out_dtype]}:16",
         "scale2": "*fp32",
+        "xscale": "*fp32",
         "bias": f"*{TYPES[product.bias or 'float32']}",
         **dict.fromkeys(("blocks", "slots", "count"), "*i32:16"),
         "N": "i32:16",
-        "K": "i32:16",
+        "width": "i32:16",
         **dict.fromkeys(("along_n", "steps", "share"), "i32"),
     }
 
@@ -188,18 +203,25 @@ def constants(made: Grouped, product: Product) -> dict[str, Any]:
         "COPIERS": made.copiers,
         "GATED": product.gated,
         "EARLY": product.early,
-        "EVEN": product.k % (UNIT * made.units) == 0,
+        "EVEN": width_of(made, product.k) % (UNIT * made.units) == 0,
         "PER_ROW": product.per_row,
         "BIAS": product.bias is not None,
         "ACTIVATION": product.activation,
         "LIMIT": product.limit,
         "UP_FIRST": product.up_first,
-        "DECODE": decode_code(product.dtype),
-        "SCALES": scales_code(product.dtype),
-        "FACTOR": FACTOR,
+        "DECODE": look_up_code(product.dtype) if made.fp8 else decode_code(product.dtype),
+        "SCALES": table_code() if made.fp8 else scales_code(product.dtype),
+        "FACTOR": FP8_FACTOR if made.fp8 else FACTOR,
         "SMALL": made.small,
         "MID": made.mid,
+        "LISTED": made.copiers > 0,
+        "SORTED": product.sorted,
     }
+
+
+def width_of(made: Grouped, k: int) -> int:
+    """Of rows of x."""
+    return pitch(k, ordered=True) if made.fp8 else k
 
 
 def options(made: Grouped) -> dict[str, Any]:
@@ -236,7 +258,7 @@ def refuse(call: ExpertsCall) -> tuple[str, ...]:
 
 def bind_product(
     made: Grouped, product: Product, stack: Any, bias: Any, slots: int, device: Any
-) -> Callable[[int, int, tuple[int, ...], int], None]:
+) -> Callable[..., None]:
     """What launches a product, its stack and bias given.
 
     Args:
@@ -248,7 +270,8 @@ def bind_product(
         device: of torch's, with an index.
 
     Returns:
-        A function of the addresses of x and out, of blocks, slots and count, and of how many slots share a row of x.
+        A function of the addresses of x and out, of blocks, slots and count, of how many slots share a row of x, and,
+        in FP8, of the address of x's scales.
     """
     run = compiled(made, product, device)
     buffers = stack.buffers()
@@ -260,11 +283,15 @@ def bind_product(
     added = None if bias is None else bias.data_ptr()
     along = made.tiles(product.results, gated=product.gated)
     steps = -(-k // (UNIT * made.units))
-    most = most_blocks(slots, count, made.slots) * along
-    grid = (min(multiprocessors(device.index) * made.programs, most), 1, 1)
+    blocks = most_blocks(slots, count, made.slots)
+    grid = (min(multiprocessors(device.index) * made.programs, blocks * along), 1, 1)
+    boxed = None if made.copiers else described(run, blocks * made.slots)
 
-    def launch(x: int, out: int, lists: tuple[int, ...], share: int) -> None:
-        run(grid, (codes, scales, x, out, scale2, added, *lists, n, k, along, steps, share))
+    width = width_of(made, k)
+
+    def launch(x: int, out: int, lists: tuple[int, ...], share: int, xscale: int | None = None) -> None:
+        rows = x if boxed is None else boxed(2, x, width)
+        run(grid, (codes, scales, rows, out, scale2, xscale, added, *lists, n, width, along, steps, share))
 
     return launch
 
@@ -290,7 +317,8 @@ def bind(args: ExpertsArgs, made: ExpertsGemm | None = None) -> Callable[[Any, A
         first(hidden.data_ptr(), h, lists, top)
         second(h, y, lists, 1)
 
-    return Layer(args, made.first.slots, products)
+    size = made.first.slots
+    return Layer(args, size, products, rows=size * most_blocks(slots, call.shape[0], size))
 
 
 def compile_as(call: ExpertsCall, made: ExpertsGemm) -> None:

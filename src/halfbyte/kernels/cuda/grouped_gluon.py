@@ -39,7 +39,7 @@ def refuse(call: GroupedCall) -> tuple[str, ...]:
 
 def configure(call: GroupedCall) -> Grouped:
     """The configuration for a call, where all experts have as many tokens."""
-    return for_slots(call.rows / max(1, call.shape[0])).second
+    return for_slots(call.rows / max(1, call.shape[0])).first
 
 
 def _product(call: GroupedCall, bias: str | None) -> Product:

@@ -13,8 +13,8 @@ number, and cut into blocks of ``size`` that are of one place each. What a consu
 A slot has no place where its expert is not of the stack. It is then skipped or refused, as ``Numbers`` says: nothing
 computes it, and ``combine`` adds nothing, or makes the token NaN, of which ``halfbyte.kernels.cuda.refused`` tells.
 
-All is deterministic: a slot's place among the sorted ones is counted, by programs of ``CHUNK`` slots that each look at
-all of them, or where there are many at what an earlier launch counted. Both launches start early, and let the one
+All is deterministic: a slot's place among the sorted ones is counted, by programs of 32 or 64 slots that each look
+at all of them, or where there are many at what an earlier launch counted. Both launches start early, and let the one
 behind start early (see ``halfbyte.kernels.cuda.step``), which must not read lists before its own wait.
 """
 
@@ -35,17 +35,18 @@ IDS: Final = {"int32": "*i32", "int64": "*i64"}
 HOPPER: Final = 90
 """The compute capability from which on kernels may overlap."""
 SKIPPED: Final = -1
-CHUNK: Final = 64
-"""Slots of a program that looks at all."""
 MOST_AT_ONCE: Final = 2048
 """Slots that a program looks at; with more, there are two launches."""
-COUNTED: Final = 512
+COUNTED: Final = 256
 """Slots of a program where there are two launches."""
+PART: Final = 64
+"""Slots of them that are looked at together."""
 RUNS: Final = 16
 """Blocks of a program, where slots are sorted already."""
 WORD: Final = 4
 BLOCK: Final = 512
-"""Values of a program of ``combine``."""
+"""Values of a program of ``combine``, four times as many where ``MANY`` programs of these are too many."""
+MANY: Final = 1024
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,13 @@ class Lists:
         return self.tokens * self.top <= MOST_AT_ONCE
 
     @property
+    def chunk(self) -> int:
+        """Slots of a program."""
+        if not self.at_once:
+            return COUNTED
+        return 32 if self.tokens * self.top <= MOST_AT_ONCE // 2 or _bins(self.numbers) <= 64 else 64
+
+    @property
     def blocks(self) -> int:
         """The first word of ``blocks``."""
         return 0
@@ -191,21 +199,22 @@ def counts_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str
 def lists_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str, Any], int]:
     """As ``counts_parts``."""
     slots = made.tokens * made.top
-    every = max(CHUNK, 1 << (slots - 1).bit_length()) if made.at_once else 0
+    every = max(made.chunk, 1 << (slots - 1).bit_length()) if made.at_once else 0
+    bins = _bins(made.numbers)
     signature = {
         "indices": IDS[made.ids], "places": "*i32", "blocks": "*i32:16", "slots": "*i32:16", "count": "*i32:16",
         "offsets": "*i32:16", "table": "*i32:16", "refused": "*i64", "SLOTS": "i32",
     }  # fmt: skip
     constants = {
         "SIZE": made.size,
-        "CHUNK": CHUNK if every else COUNTED,
+        "CHUNK": made.chunk,
+        "PART": min(PART, made.chunk),
         "ALL": every,
-        "BINS": _bins(made.numbers),
-        "TOP": made.top,
+        "BINS": bins,
         **made.numbers.constants(),
         "EARLY": capability >= HOPPER,
     }
-    return signature, constants, 8 if every > 512 or not every else 4
+    return signature, constants, 8 if not every or (made.chunk > 32 and bins <= 128) else 4
 
 
 def runs_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str, Any], int]:
@@ -226,7 +235,7 @@ def runs_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str, 
 
 
 def combine_parts(
-    h: int, top: int, dtypes: tuple[str, str, str], numbers: Numbers, capability: int
+    h: int, top: int, dtypes: tuple[str, str, str], numbers: Numbers, capability: int, tokens: int = 1
 ) -> tuple[dict[str, str], dict[str, Any], int]:
     """As ``counts_parts``; dtypes of indices, weights and out, which is float32 in the interpreter."""
     ids, weights, out = dtypes
@@ -234,8 +243,13 @@ def combine_parts(
         "y": "*fp32:16", "indices": IDS[ids], "weights": TYPES[weights], "places": "*i32", "out": f"{TYPES[out]}:16",
         "H": "i32:16" if h % ALIGNED == 0 else "i32",
     }  # fmt: skip
-    constants = {"TOP": top, "BLOCK": BLOCK, **numbers.constants(), "EARLY": capability >= HOPPER}
-    return signature, constants, 4
+    constants = {"TOP": top, "BLOCK": block_of(h, tokens), **numbers.constants(), "EARLY": capability >= HOPPER}
+    return signature, constants, 4 if constants["BLOCK"] == BLOCK else 8
+
+
+def block_of(h: int, tokens: int) -> int:
+    """Values of a program of ``combine``."""
+    return BLOCK if tokens * -(-h // BLOCK) <= MANY else 4 * BLOCK
 
 
 def bind_lists(
@@ -259,7 +273,7 @@ def bind_lists(
     slots = made.tokens * made.top
     run = _program(lists, lists_parts(made, capability), device, early)
     count = None if made.at_once else _program(counts, counts_parts(made, capability), device, early)
-    chunks = (-(-slots // (CHUNK if made.at_once else COUNTED)), 1, 1)
+    chunks = (-(-slots // made.chunk), 1, 1)
     words = (made.blocks, made.slots, made.count, made.offsets, made.table)
     plain, noted = bool(run.plainly), refused.word(device) if word is None else word
     named = None if places is None else (places if plain else places.data_ptr())
@@ -335,8 +349,8 @@ def bind_combine(
     """
     from halfbyte.kernels.cuda.lists_code import combine
 
-    run = _program(combine, combine_parts(h, top, dtypes, numbers, capability), device, early)
-    grid, plain = (-(-h // BLOCK), tokens, 1), bool(run.plainly)
+    run = _program(combine, combine_parts(h, top, dtypes, numbers, capability, tokens), device, early)
+    grid, plain = (-(-h // block_of(h, tokens)), tokens, 1), bool(run.plainly)
     named = None if places is None else (places if plain else places.data_ptr())
 
     def bound(y: Any, indices: Any, weights: Any, out: Any) -> None:

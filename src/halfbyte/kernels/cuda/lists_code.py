@@ -55,16 +55,17 @@ def counts(
 @triton.jit(do_not_specialize=["SLOTS"])
 def lists(
     indices, places, blocks, slots, count, offsets, table, refused, SLOTS,
-    SIZE: tl.constexpr, CHUNK: tl.constexpr, ALL: tl.constexpr, BINS: tl.constexpr, TOP: tl.constexpr,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, ALL: tl.constexpr, BINS: tl.constexpr,
     EXPERTS: tl.constexpr, FIRST: tl.constexpr, LOCAL: tl.constexpr, NULL: tl.constexpr, UNKNOWN: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Where CHUNK slots go.
 
-    A slot's rank among those of its place is how many are in earlier chunks, and earlier in its own.
+    A slot's rank among those of its place is how many are in earlier chunks, in earlier parts of its own, and earlier
+    in its part.
 
     Args:
-        indices: (T, TOP) i32 or i64.
+        indices: (SLOTS,) i32 or i64.
         places: as of ``places_of``.
         blocks: the place of each block.
         slots: SIZE for each block; -1 where a block is not full.
@@ -72,12 +73,12 @@ def lists(
         offsets: (LOCAL + 1,), of the slots of each place among all that have one.
         table: (chunks, BINS) as of ``counts``, if ALL is 0.
         refused: (1,) i64: which slot is refused, as in ``halfbyte.kernels.cuda.refused``.
-        SLOTS: T times TOP.
+        SLOTS: how many there are.
         SIZE: slots of a block.
         CHUNK: slots of a program, a power of two.
+        PART: slots that are looked at together, a power of two.
         ALL: SLOTS or more, a power of two, if each program looks at all of them; else 0.
         BINS: LOCAL or more, a power of two.
-        TOP: slots of a token.
         EXPERTS: as of ``places_of``.
         FIRST: as of ``places_of``.
         LOCAL: as of ``places_of``.
@@ -86,11 +87,9 @@ def lists(
         EARLY: it starts before the kernel ahead of it ends, and so may the one behind.
     """
     start = tl.program_id(0) * CHUNK
-    slot = start + tl.arange(0, CHUNK)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    place = places_of(indices + slot, slot < SLOTS, places, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
     if ALL:
         each = tl.arange(0, ALL)
         every = places_of(indices + each, each < SLOTS, places, EXPERTS, FIRST, LOCAL, -1, -1)
@@ -110,37 +109,37 @@ def lists(
             before += tl.sum(tl.where(chunk < tl.program_id(0), found, 0), 0)
     full = (total + (SIZE - 1)) // SIZE
     block = tl.cumsum(full, 0) - full
-
-    own = tl.maximum(place, 0)
-    rank = tl.gather(before, own, 0)
-    PART: tl.constexpr = 16 if CHUNK > 64 else CHUNK
-    for part in range(0, CHUNK, PART):
-        other = start + part + tl.arange(0, PART)
-        theirs = places_of(indices + other, other < SLOTS, places, EXPERTS, FIRST, LOCAL, -1, -1)
-        same = (theirs[None, :] == place[:, None]) & (other[None, :] < slot[:, None])
-        rank += tl.sum(same.to(tl.int32), 1)
-    listed = place >= 0
-    base = tl.gather(block, own, 0)
-    last = listed & (rank + 1 == tl.gather(total, own, 0))
-    tl.store(blocks + base + rank // SIZE, place, mask=listed & (rank % SIZE == 0))
-    to = base * SIZE + rank
-    tl.store(slots + to, slot, mask=listed)
-    STEP: tl.constexpr = 8 if SIZE > 8 else SIZE
-    for step in tl.static_range(0, SIZE, STEP):
-        after = 1 + step + tl.arange(0, STEP)[None, :]
-        empty = last[:, None] & (rank[:, None] % SIZE + after < SIZE)
-        tl.store(slots + (to[:, None] + after), -1, mask=empty)
-
     if tl.program_id(0) == 0:
-        tl.store(count, tl.sum(full, 0))
         bins = tl.arange(0, BINS)
-        ends = tl.cumsum(total, 0)
-        tl.store(offsets + 1 + bins, ends, mask=bins < LOCAL)
+        tl.store(count, tl.sum(full, 0))
+        tl.store(offsets + 1 + bins, tl.cumsum(total, 0), mask=bins < LOCAL)
         tl.store(offsets, 0)
-    if NULL < -1 or UNKNOWN < -1:
-        worst = tl.min(tl.where((place < -1) & (slot < SLOTS), slot, SLOTS), 0)
-        if worst < SLOTS:
-            tell(refused, indices, worst, EXPERTS)
+
+    for part in range(0, CHUNK, PART):
+        slot = start + part + tl.arange(0, PART)
+        place = places_of(indices + slot, slot < SLOTS, places, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
+        again = start + part + tl.arange(0, PART)
+        theirs = places_of(indices + again, again < SLOTS, places, EXPERTS, FIRST, LOCAL, -1, -1)
+        same = (theirs[None, :] == place[:, None]) & (again[None, :] < slot[:, None])
+        listed = place >= 0
+        own = tl.maximum(place, 0)
+        rank = tl.gather(before, own, 0) + tl.sum(same.to(tl.int32), 1)
+        base = tl.gather(block, own, 0)
+        last = listed & (rank + 1 == tl.gather(total, own, 0))
+        tl.store(blocks + base + rank // SIZE, place, mask=listed & (rank % SIZE == 0))
+        to = base * SIZE + rank
+        tl.store(slots + to, slot, mask=listed)
+        STEP: tl.constexpr = 8 if SIZE > 8 else SIZE
+        for step in tl.static_range(0, SIZE, STEP):
+            after = 1 + step + tl.arange(0, STEP)[None, :]
+            empty = last[:, None] & (rank[:, None] % SIZE + after < SIZE)
+            tl.store(slots + (to[:, None] + after), -1, mask=empty)
+        if CHUNK > PART:
+            before += tl.histogram(own, BINS, mask=listed)
+        if NULL < -1 or UNKNOWN < -1:
+            worst = tl.min(tl.where((place < -1) & (slot < SLOTS), slot, SLOTS), 0)
+            if worst < SLOTS:
+                tell(refused, indices, worst, EXPERTS)
 
 
 @triton.jit
