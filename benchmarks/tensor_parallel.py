@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from halfbyte import nn
 from halfbyte.layouts import Fragments, Rows
 from halfbyte.parallel import ColumnParallel, Ranks, RowParallel
-from halfbyte.parallel import ranks as split_ranks
+from halfbyte.parallel import layers as split_layers
 from halfbyte.parallel.copies import Copies
 from halfbyte.parallel.push import Push
 from halfbyte.step_ops import add_norm, attend, gated
@@ -180,6 +180,42 @@ class Program:
         with torch.no_grad():
             return self.slowest(repeated(lambda: stack(x), self.device, count, batches))
 
+    def pieces(self, stack: Stack, name: str) -> None:
+        """What each operation of a layer takes for one token, weights in rotation over the layers."""
+        x, layers = self.tokens(1), list(stack.layers)
+        first: Any = layers[0]
+        heads = stack._heads(first)[0]
+        mixed = torch.ones(1, heads * stack.dim, dtype=self.dtype, device=self.device)
+        inner = torch.ones(1, first.gate_up.sizes[0], dtype=self.dtype, device=self.device)
+        qkv = first.qkv(x)
+        residual = x.clone()
+
+        def attended(layer: Any, i: int) -> Any:
+            keys, values = stack._cache(i, stack._heads(layer)[1])
+            return attend(
+                qkv, stack.cos, stack.sin, stack.positions, keys, values, scale=stack.dim**-0.5, settled=False
+            )
+
+        ways: dict[str, Callable[[Any, int], Any]] = {
+            "norm": lambda layer, i: add_norm(x, residual, stack.norm, EPS),
+            "qkv": lambda layer, i: layer.qkv(x),
+            "attend": attended,
+            "o": lambda layer, i: layer.o(mixed),
+            "gate_up": lambda layer, i: gated(x, layer.gate_up.packed, "silu"),
+            "down": lambda layer, i: layer.down(inner),
+        }
+        told = []
+        for what, way in ways.items():
+
+            def run(way: Any = way) -> None:
+                for i, layer in enumerate(layers):
+                    way(layer, i)
+
+            with torch.no_grad():
+                took = self.slowest(repeated(run, self.device, 10, 3, 5)) / len(layers)
+            told.append(f"{what} {1e6 * took:.1f}")
+        self.say(f"one token, {name}, us a layer: {', '.join(told)}")
+
     def run(self) -> None:
         started, layers = time.perf_counter(), self.given.layers
         whole = Stack(self.of, layers, self.device, self.dtype, self.layout)
@@ -192,6 +228,7 @@ class Program:
             self.say(
                 f"M {m:5}: one {self.device.type} {1e6 * alone[m]:10.1f} us ({time.perf_counter() - started:.0f} s)"
             )
+        self.pieces(whole, "whole")
         stack, ranks = whole.cut(self.mesh), Ranks.of(self.mesh)
 
         def measured(m: int, how: str) -> None:
@@ -206,17 +243,20 @@ class Program:
                 f"off by {off:.1e}; same bits on all ranks: {same}"
             )
 
-        made = ranks._made
-        for kind, m in ((Push, 1), (Copies, self.given.many)):
-            sizes = (512, 1024, 2048, 4096) if kind is Copies and self.device.type == "cuda" else (1024,)
-            for rows in sizes:
-                split_ranks.CHUNK = rows
-                measured(m, "as it is" if kind is Push else f"{rows} rows at once")
-            split_ranks.CHUNK = 1024
-            if made.get(kind) is not None:
-                kept, made[kind] = made[kind], None
-                measured(m, "NCCL alone")
-                made[kind] = kept
+        self.pieces(stack, "a rank (with the sums of o and down)")
+        made, many = ranks._made, self.given.many
+        measured(1, "as it is")
+        if made.get(Push) is not None:
+            kept, made[Push] = made[Push], None
+            measured(1, "NCCL alone")
+            made[Push] = kept
+        if self.device.type == "cuda":
+            made[Copies] = None
+            measured(many, "NCCL alone")
+            del made[Copies]
+        for rows in (512, 1024) if self.device.type == "cuda" else (1024,):
+            split_layers.CHUNK = rows
+            measured(many, f"{rows} rows sent at once")
         self.say(f"{ranks.how or 'all sums by gloo'}")
         self.exchanges()
         ranks.check()
@@ -243,15 +283,16 @@ class Program:
                     self.say(f"sum of ({m}, {hidden}) {str(dtype)[6:]:9} {name:20} {text}")
 
     def own(self, ranks: Ranks, part: Tensor) -> Callable[[], Any]:
-        """The library's sum, of many rows in chunks one after the other."""
-        chunk = ranks.chunk(len(part), part.shape[1], self.dtype)
+        """The library's sum, of many rows with nothing beside it."""
+        copies = ranks.copies(len(part), part.shape[1], self.dtype)
         out = torch.empty_like(part, dtype=self.dtype)
 
         def run() -> None:
-            for start in range(0, len(part), chunk):
-                ranks.add(part[start : start + chunk], None, out[start : start + chunk])
+            if copies is not None:
+                copies.send(part, 0)
+                copies.finish([part], None, out)
 
-        return run if chunk else lambda: ranks.sum(part, None, self.dtype)
+        return run if copies is not None else lambda: ranks.sum(part, None, self.dtype)
 
     def symmetric(self, m: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         """Torch's own sums over symmetric memory."""

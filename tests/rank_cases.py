@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import halfbyte as hb
 from halfbyte import nn
+from halfbyte.errors import RankError
 from halfbyte.lossy import to_fp8
 from halfbyte.parallel import (
     ColumnParallel,
@@ -18,6 +19,7 @@ from halfbyte.parallel import (
     ExpertTensorParallel,
     Ranks,
     RowParallel,
+    count_slots,
     load_balance,
 )
 from helpers_run import random_weight
@@ -160,11 +162,13 @@ def mixture(mesh: Any, style: str, tokens: int, options: dict[str, Any], ids: An
     cut = experts_of(8, 64, 64, bias=True, **options)
     ranks = Ranks.of(mesh)
     styles = {
-        "experts": ExpertParallel(count=balance),
-        "own": ExpertParallel(tokens="own", count=balance),
+        "experts": ExpertParallel(),
+        "own": ExpertParallel(tokens="own"),
         "columns": ExpertTensorParallel(),
     }
     parallelize_module(cut, mesh, styles[style])
+    if balance:
+        count_slots(cut)
     seed = ranks.rank if style == "own" else 0
     own = tokens + 2 * ranks.rank if style == "own" and tokens else tokens
     indices, weights = routed(own, 3, 8, seed)
@@ -229,9 +233,11 @@ def sums_on_gpus(mesh: Any, n: int, biased: bool) -> Any:
     bias = torch.arange(width, device=device).float() % 7 if biased else None
     wanted = sum(parts) if bias is None else sum(parts) + bias
     own = parts[ranks.rank]
-    made = [ranks.sum(own.clone(), bias, torch.float32) for _ in range(5)]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        made = [ranks.sum(own.clone(), bias, torch.float32) for _ in range(5)]
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         kept = [ranks.sum(own.clone(), bias, torch.float32) for _ in range(3)]
@@ -283,3 +289,21 @@ def text_on_gpus(mesh: Any, path: str) -> Any:
     split = halfbyte.hf.from_pretrained(path, mesh=mesh)
     one, two = (hb.generate(model, prompts, max_new_tokens=12, graph=True) for model in (whole, split))
     return {"whole": one.tokens, "split": two.tokens, "how": two.how}
+
+
+def dying_on_gpus(mesh: Any, victim: int) -> Any:
+    """A sum on GPUs that one rank does not live to see."""
+    ranks = Ranks.of(mesh)
+    ranks.timeout = 3.0
+    ranks.sum(torch.ones(4, device=ranks.device), None, torch.float32)
+    ranks.check()
+    if ranks.rank == victim:
+        os._exit(1)
+    begin = time.monotonic()
+    for _ in range(50):
+        ranks.sum(torch.ones(4, device=ranks.device), None, torch.float32)
+    try:
+        ranks.check()
+    except RankError as error:
+        return str(error), time.monotonic() - begin
+    return None

@@ -208,7 +208,7 @@ CHAINS = {
         "push": {"push_code"},
         "copies": {"push_code"},
         "ranks": {"copies", "push"},
-        "layers": {"ranks"},
+        "layers": {"copies", "ranks"},
         "experts": {"layers", "ranks"},
         "styles": {"experts", "layers", "ranks"},
     },

@@ -54,3 +54,14 @@ def test_a_model_on_two_gpus_writes_the_text_of_one(pool, tmp_path):
     assert first["split"] == second["split"]
     assert first["split"] == first["whole"]
     assert "in a CUDA graph" in first["how"]
+
+
+def test_a_dead_rank_makes_the_other_fail_with_a_message():
+    pool = Pool(size=2, device="cuda")
+    try:
+        (found,) = pool.run(cases.dying_on_gpus, 2, 1, alive=1)
+        message, seconds = found
+        assert "rank 0 got no answer in a sum over 2 ranks within 3 s" in message
+        assert seconds < 10  # it is waited for once
+    finally:
+        pool.close()

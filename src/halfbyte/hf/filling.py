@@ -14,7 +14,7 @@ import torch
 from halfbyte import nn
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.errors import HalfbyteError, UsageError
-from halfbyte.hf.fusing import experts_of, packed_for
+from halfbyte.hf.fusing import experts_of, first_stack, packed_for
 from halfbyte.hf.names import Names
 from halfbyte.hf.pending import Pending
 from halfbyte.hf.plan import Layer, Stack, plan
@@ -187,9 +187,10 @@ class Filling:
 
     def _experts(self, stack: Stack) -> None:
         device, stacks, count = self._device(stack.path), [], len(stack.down)
+        first = first_stack(self.old[stack.path])
         if self.split is not None:
             stack = self.split.stack(stack)
-        for name, layers in (("gate_up_proj", stack.gate_up), ("down_proj", stack.down)):
+        for name, layers in ((first, stack.gate_up), ("down_proj", stack.down)):
             inputs = [{read_input_scale(self.checkpoint, part) for part in parts} for parts in layers]
             one: Any = None
             if all(len(scales) == 1 and None not in scales for scales in inputs):
@@ -199,10 +200,20 @@ class Filling:
                 self.report.notes.append(f"{stack.path}.{name}: {note}")
             weight = read_stack(self.checkpoint, layers).torch(device).replace(input_scale=one)
             stacks.append(self._packed(f"{stack.path}.{name}", weight))
-        made = experts_of(self.old[stack.path], *stacks)
+        biases = [self._bias(layers, device) for layers in (stack.gate_up, stack.down)]
+        made = experts_of(self.old[stack.path], stacks[0], stacks[1], biases)
         if self.split is not None:
             self.split.experts(made, count)
         self._put(stack, made)
+
+    def _bias(self, experts: list[tuple[Module, ...]], device: torch.device) -> Any:
+        """(E, N) of the layers of each expert, None where they have none."""
+        if not experts or "bias" not in experts[0][0].roles:
+            return None
+        rows = (
+            [read_dense(self.checkpoint, part.roles["bias"], self.dtype, device) for part in parts] for parts in experts
+        )
+        return torch.stack([torch.cat(row) for row in rows])
 
     def _packed(self, path: str, weight: Weight) -> Packed:
         try:

@@ -161,6 +161,8 @@ class Split:
             if self.dealt:
                 a, b = even_share(len(stack.down), ranks.rank, ranks.size, 1, "the number of experts")
                 return Stack(path, stack.gate_up[a:b], stack.down[a:b])
+            if "bias" in stack.down[0][0].roles:
+                raise UsageError("experts with biases do not split by columns", hint="deal them to the ranks whole")
             inner = stack.down[0][0].shape[-1]
             a, b = even_share(inner, ranks.rank, ranks.size, BLOCK, "the experts' inner width")
         except UsageError as error:
@@ -168,7 +170,7 @@ class Split:
             raise
         halves = [tuple(part_of_module(one, "column", [(a, b)]) for one in both) for both in stack.gate_up]
         down = [(part_of_module(one, "row", [(a, b)]),) for (one,) in stack.down]
-        return Stack(path, halves, down)  # type: ignore[arg-type]
+        return Stack(path, [*halves], [*down])
 
     def experts(self, made: Experts, count: int) -> None:
         """Make experts with a rank's part exchange with the other ranks."""

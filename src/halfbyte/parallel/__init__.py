@@ -16,7 +16,7 @@ except ImportError:
 if not torch.distributed.is_available():
     raise UnavailableError("this torch was built without torch.distributed", hint="install another build of torch")
 
-from halfbyte.parallel.experts import LoadBalance, load_balance
+from halfbyte.parallel.experts import LoadBalance, count_slots, load_balance
 from halfbyte.parallel.ranks import Ranks, start
 from halfbyte.parallel.styles import ColumnParallel, ExpertParallel, ExpertTensorParallel, RowParallel
 
@@ -27,6 +27,7 @@ __all__ = [
     "LoadBalance",
     "Ranks",
     "RowParallel",
+    "count_slots",
     "load_balance",
     "start",
 ]

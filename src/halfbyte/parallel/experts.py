@@ -150,9 +150,11 @@ def expert_rows(width: int, a: int, b: int, parts: int, order: str) -> Rows:
     return [(2 * a, 2 * b)] if order == "interleaved" else [(a, b), (width + a, width + b)]
 
 
-def count(module: Any) -> None:
-    """Let experts count from now on how many slots each is given."""
-    module.counted = torch.zeros(module.mixture.experts, dtype=torch.int64, device=_device(module))
+def count_slots(model: torch.nn.Module) -> None:
+    """Let the experts of a model that is split count from now on how many slots each is given."""
+    for module in model.modules():
+        if isinstance(module, RankExperts | ExchangedExperts):
+            module.counted = torch.zeros(module.mixture.experts, dtype=torch.int64, device=_device(module))
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def load_balance(model: torch.nn.Module) -> LoadBalance:
             most = int(counted.argmax())
             busiest[name] = most, int(counted[most])
     if not slots:
-        raise UsageError("no experts count what they are given", hint="pass count=True to ExpertParallel")
+        raise UsageError("no experts count what they are given", hint="call halfbyte.parallel.count_slots(model) first")
     return LoadBalance(slots, busiest)
 
 

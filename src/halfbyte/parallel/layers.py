@@ -15,7 +15,8 @@ from halfbyte import nn
 from halfbyte.errors import UsageError
 from halfbyte.layouts import Packed
 from halfbyte.numerics import BLOCK
-from halfbyte.parallel.ranks import Ranks, even_share
+from halfbyte.parallel.copies import VALUES, Copies
+from halfbyte.parallel.ranks import CHUNK, Ranks, even_share
 from halfbyte.weight import Fp8Weight, Weight
 
 Rows = list[tuple[int, int]]
@@ -43,29 +44,31 @@ class _Summed(Exchanging):
         """(..., K of this rank) to (..., N), equal on all ranks."""
         to = x.dtype if self.summed_dtype is None else self.summed_dtype
         rows = x.numel() // max(x.shape[-1], 1)
-        chunk = self.ranks.chunk(rows, self.out_features, to) if x.is_cuda else 0
-        if chunk:
-            return self._in_chunks(x.reshape(rows, -1), to, chunk).reshape(*x.shape[:-1], -1)
+        copies = self.ranks.copies(rows, self.out_features, to) if x.is_cuda else None
+        if copies is not None:
+            return self._in_chunks(x.reshape(rows, -1), to, copies).reshape(*x.shape[:-1], -1)
         return self.ranks.sum(super().forward(x).float(), self.summed_bias, to)
 
-    def _in_chunks(self, x: Tensor, to: torch.dtype, chunk: int) -> Tensor:
-        """The same: the sums of some rows are exchanged while the next are multiplied."""
-        ranks, bias, rows = self.ranks, self.summed_bias, len(x)
-        out = torch.empty(rows, self.out_features, dtype=to, device=x.device)
+    def _in_chunks(self, x: Tensor, to: torch.dtype, copies: Copies) -> Tensor:
+        """The same: some rows are sent while the next are multiplied, and added when all have come."""
+        ranks, bias, n = self.ranks, self.summed_bias, self.out_features
+        out = torch.empty(len(x), n, dtype=to, device=x.device)
         main: Any = torch.cuda.current_stream(x.device)
         side = ranks.side_stream()
-        kept = []  # none of them may be written to before all is done
-        whole = rows // ranks.size * ranks.size
-        for start in range(0, whole, chunk):
-            some = slice(start, min(start + chunk, whole))
-            part: Tensor = super().forward(x[some]).float()
-            kept.append(part)
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
-                ranks.add(part, bias, out[some])
-        if whole < rows:
+        whole, chunk = len(x) // ranks.size * ranks.size, CHUNK // ranks.size * ranks.size
+        most = VALUES // n // chunk * chunk
+        for first in range(0, whole, most):
+            parts: list[Tensor] = []
+            last = min(first + most, whole)
+            for start in range(first, last, chunk):
+                parts.append(super().forward(x[start : min(start + chunk, last)]).float())
+                side.wait_stream(main)
+                with torch.cuda.stream(side):
+                    copies.send(parts[-1], (start - first) * n)
+            main.wait_stream(side)
+            copies.finish(parts, bias, out[first:last])
+        if whole < len(x):
             out[whole:] = ranks.sum(super().forward(x[whole:]).float(), bias, to)
-        main.wait_stream(side)
         return out
 
 

@@ -116,6 +116,8 @@ def add_parts(
     others,
     bias,
     out,
+    sums,
+    start,
     n,
     width,
     RANK: tl.constexpr,
@@ -123,13 +125,15 @@ def add_parts(
     BLOCK: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """BLOCK values of all ranks' parts added in the order of the ranks, then the bias, and rounded.
+    """BLOCK values of all ranks' parts added in the order of the ranks, then the bias, rounded, and told to all.
 
     Args:
         own: (n,) f32, this rank's.
         others: (RANKS, n) f32, those of the others.
         bias: (width,), or anything where not BIAS.
-        out: (n,).
+        out: (n,) bf16 or f16, whole rows.
+        sums: (RANKS,) i64, addresses of buffers of all ranks, of which the others get the values, too.
+        start: where, in values.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -139,4 +143,9 @@ def add_parts(
         total = term if r == 0 else total + term
     if BIAS:
         total += tl.load(bias + at % width, at < n, other=0.0).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), at < n)
+    rounded = total.to(out.dtype.element_ty)
+    tl.store(out + at, rounded, at < n)
+    for r in tl.static_range(RANKS):
+        if r != RANK:
+            there = tl.load(sums + r).to(tl.pointer_type(out.dtype.element_ty)) + start
+            tl.store(tl.multiple_of(there, 16) + at, rounded, at < n)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from halfbyte import gpu
 from halfbyte.errors import RankError, UsageError
-from halfbyte.parallel.copies import Copies
+from halfbyte.parallel.copies import VALUES, Copies
 from halfbyte.parallel.push import MOST, Push
 
 TIMEOUT: Final = 60.0
@@ -25,7 +25,9 @@ TIMEOUT: Final = 60.0
 LARGE: Final = 1 << 22
 """From so many values on GPUs add by copies."""
 CHUNK: Final = 1024
-"""Rows that they add at once: while these are copied, the next are multiplied."""
+"""Rows that are copied while the next are multiplied."""
+ALIGNED: Final = 16
+"""What a width is a multiple of, so that all begins where many bytes are moved at once."""
 
 
 def start(device: str | None = None, *, timeout: float = TIMEOUT) -> DeviceMesh:
@@ -141,23 +143,20 @@ class Ranks:
             total = total.float() + bias.float()
         return total.to(dtype)
 
-    def chunk(self, rows: int, width: int, dtype: torch.dtype) -> int:
-        """Of how many rows of float32 at once ``add`` best makes sums of ``dtype``; 0 where ``sum`` is for all of them.
+    def copies(self, rows: int, width: int, dtype: torch.dtype) -> Copies | None:
+        """What adds so many rows of float32 for a result of ``dtype`` beside products; None where ``sum`` does.
 
         Raises:
             RankError: as ``sum``.
         """
-        if self.device_type != "cuda" or self.size == 1 or dtype.itemsize != 2 or rows * width < LARGE:
-            return 0
-        large = self._large()
-        return 0 if large is None else min(CHUNK // self.size * self.size, large.rows(width))
-
-    def add(self, part: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """``sum`` of a ``chunk`` to ``out``: copies on the current stream, beside which another may compute."""
-        large = self._large()
-        if large is None:
-            raise UsageError("these ranks add no chunks", got=self.how)
-        self._call("a sum", lambda: large.add(part, bias, out))
+        if self.device_type != "cuda" or self.size == 1 or dtype.itemsize != 2 or not rows * width >= LARGE:
+            return None
+        if width % ALIGNED or width * CHUNK > VALUES:
+            return None
+        if Copies not in self._made:
+            self._meet(Copies)
+        made: Copies | None = self._made[Copies]
+        return made
 
     def side_stream(self) -> Any:
         """A stream of this rank's GPU beside the current one."""
@@ -170,12 +169,6 @@ class Ranks:
         if Push not in self._made:
             self._meet(Push)
         made: Push | None = self._made[Push]
-        return made
-
-    def _large(self) -> Copies | None:
-        if Copies not in self._made:
-            self._meet(Copies)
-        made: Copies | None = self._made[Copies]
         return made
 
     def _meet(self, kind: type) -> None:

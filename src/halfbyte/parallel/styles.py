@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from halfbyte import nn
 from halfbyte.errors import UsageError
-from halfbyte.parallel.experts import count, keep_columns, keep_experts
+from halfbyte.parallel.experts import keep_columns, keep_experts
 from halfbyte.parallel.layers import SINGLE, cut_columns, cut_part, cut_rows, gathered, summed
 from halfbyte.parallel.ranks import Ranks, even_share, head_share, share
 
@@ -104,22 +104,19 @@ class ExpertParallel(ParallelStyle):
         tokens: "same" where all ranks have the same tokens, as behind tensor-parallel attention: each computes what
             its experts make of them, and an all-reduce adds the results. "own" where each rank has its own tokens:
             they are sent to the ranks of their experts and back, in two all-to-alls.
-        count: whether experts count the slots that they are given, for ``load_balance``.
 
     Raises:
         UsageError: when it is applied, another module, or experts that do not split.
     """
 
-    def __init__(self, *, tokens: str = "same", count: bool = False) -> None:
+    def __init__(self, *, tokens: str = "same") -> None:
         super().__init__()
         if tokens not in ("same", "own"):
             raise UsageError("it is not known which tokens ranks have", got=repr(tokens), expected="'same' or 'own'")
-        self.tokens, self.count = tokens, count
+        self.tokens = tokens
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         keep_experts(_checked_experts(module), Ranks.of(device_mesh), self.tokens == "own")
-        if self.count:
-            count(module)
         return module
 
 
