@@ -243,8 +243,8 @@ def _unit_of(form: int, several: bool, alike: bool = False) -> Any:
     """The sums (T, UNIT) of rows ``low`` to ``high`` and up to TOKENS tokens, without gain.
 
     At its end it asks for what ``then_codes`` and ``then_scales`` say comes next, in rows of the same size. Where
-    ``alike``, those of a token do not depend on how many there are: eight f32 tokens at once would be added otherwise,
-    four and fewer are not.
+    ``alike``, the sums of a token do not depend on how many there are: eight f32 tokens at once would be added
+    otherwise, four and fewer are not.
     """
     eights = not (alike and form >= FMA)
     width = WIDTHS[form]
