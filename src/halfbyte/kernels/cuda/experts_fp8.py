@@ -43,11 +43,6 @@ def configure(call: ExpertsCall) -> ExpertsGemm:
     return CONFIGURATIONS[slots_each(call) > MOST]
 
 
-def configurations(call: ExpertsCall) -> tuple[ExpertsGemm, ...]:
-    """Those that can pay."""
-    return CONFIGURATIONS
-
-
 def refuse(call: ExpertsCall) -> tuple[str, ...]:
     """Why it declines a call."""
     reasons = list(experts.refuse(call))
@@ -116,6 +111,5 @@ GLUON: Final = Kernel(
     cost=experts_cost,
     bind=bind,
     configure=configure,
-    configurations=configurations,
     compile=compile_as,
 )

@@ -2,8 +2,9 @@
 
 A tile is 128 features of each of the ``consumers`` and a block of ``slots`` of one expert; with a gate 64 of them are
 gates and 64 the ups that belong to them, so that the activation is of what a thread holds. Programs stay on their
-multiprocessor and take tiles in turn, of as many blocks as the lists have. Rows of activations are copied from where
-they are, and results stored where slots are: nothing is sorted but numbers.
+multiprocessor and take tiles in turn, of as many blocks as the lists have; where blocks take different times, the large
+ones are dealt out first. Lanes copy the rows of x of a block's slots from where tokens are; h is kept in the order of
+blocks, so that the copy engine (TMA) reads it; y lies where slots are.
 
 Sums run along K in one order, as of ``gluon-gemm``: a slot's results depend on no other slot. What routing there is, is
 known only when the kernel ahead is over; see ``halfbyte.kernels.cuda.experts``.
@@ -43,11 +44,14 @@ class Grouped:
     Args:
         consumers: warpgroups that decode and multiply 128 features each, 1 or 2.
         slots: of a block: 16, 32, 64 or 128.
-        low: as many are multiplied where a block has no more; 0 where it is always all.
+        low: as many are multiplied, by m16n8k16, where a block has no more; 0 where it is always all.
         units: of 64 k of a step: 1, 2 or 4.
         programs: of a multiprocessor.
         copiers: warps that copy rows of x, 1 or 4; 0 where its rows are in the order of slots.
         producer: registers of their threads.
+        small: all slots are multiplied by m16n8k16, not by wgmma.
+        mid: as many are multiplied where a block has more than ``low`` and no more than these; 0 where none are.
+        fp8: codes become E4M3, as activations are.
     """
 
     consumers: int = 2
@@ -239,11 +243,6 @@ def configure(call: ExpertsCall) -> ExpertsGemm:
     return for_slots(slots_each(call))
 
 
-def configurations(call: ExpertsCall) -> tuple[ExpertsGemm, ...]:
-    """Those that can pay."""
-    return CONFIGURATIONS
-
-
 def refuse(call: ExpertsCall) -> tuple[str, ...]:
     """Why it declines a call."""
     reasons = list(experts.refuse(call))
@@ -372,6 +371,5 @@ GLUON: Final = Kernel(
     cost=experts_cost,
     bind=bind,
     configure=configure,
-    configurations=configurations,
     compile=compile_as,
 )
