@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from halfbyte.errors import FormatError, UsageError
 from halfbyte.modules import QUANTIZED, Module, fp8_granularity, refuse_companions
 from halfbyte.numerics import BLOCK, MX_BLOCK
 from halfbyte.patterns import Patterns, is_head, module_class
-from halfbyte.stored import Stored
+from halfbyte.stored import Stored, part_of
 
 COLUMN: Final = {
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "gate_up_proj"),
@@ -249,6 +249,34 @@ def _rows(module: Module, degree: int, multiple: int) -> dict[str, Cut]:
         if axis is not None:
             cuts[role] = Cut(axis, (tensor.shape[axis],))
     return cuts
+
+
+def part_of_module(module: Module, how: str, ranges: Sequence[tuple[int, int]]) -> Module:
+    """Some rows, or some columns, of a layer that is no stack, one range after the other.
+
+    Args:
+        module: dense, NVFP4 or FP8.
+        how: "column" for rows of N, or "row" for columns of K.
+        ranges: of them.
+
+    Raises:
+        FormatError: a layer that is not cut, or ranges that cut a block of scales.
+    """
+    size = module.shape[0] if how == "column" else module.shape[-1]
+    cuts = _columns(module, 1, (size,)) if how == "column" else _rows(module, 1, BLOCK)
+    roles = dict(module.roles)
+    for role, cut in cuts.items():
+        tensor = roles[role]
+        unit = -(-size // max(tensor.shape[cut.axis], 1))
+        if any(a % unit or (b % unit and b != size) for a, b in ranges):
+            raise FormatError(
+                f"{'N' if how == 'column' else 'K'} = {size} is cut inside a block of {unit}",
+                file=tensor.file,
+                tensor=tensor.name,
+                got=list(ranges),
+            )
+        roles[role] = part_of(tensor, cut.axis, [(a // unit, -(-b // unit)) for a, b in ranges])
+    return replace(module, roles=roles)
 
 
 def _refuse_uncuttable(module: Module) -> None:

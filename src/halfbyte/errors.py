@@ -10,6 +10,7 @@
     ├── LayoutError            a shape or value that a layout cannot hold
     ├── QuantizeError          a tensor that cannot be quantized
     ├── TargetError            an output that cannot be written
+    ├── RankError              another rank failed, or did not answer in time
     └── UnavailableError       exit status 3
         ├── MissingExtraError  an optional dependency is not installed
         └── NoKernelError      no kernel accepts a call
@@ -104,6 +105,10 @@ class QuantizeError(HalfbyteError):
 
 class TargetError(HalfbyteError):
     """An output that cannot be written."""
+
+
+class RankError(HalfbyteError):
+    """Another rank of a model failed, or did not answer in time."""
 
 
 class UnavailableError(HalfbyteError):

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from halfbyte.errors import LayoutError, UsageError
-from halfbyte.kernels import Call, ExpertsCall, Fp8Call, Int8Call
+from halfbyte.kernels import Call, ExpertsCall, Fp8Call, Int8Call, W4a4Call
 from halfbyte.kernels.experts import Mixture, check_stacks
 from halfbyte.layouts import Layout, Rows, parse
 
@@ -24,6 +24,7 @@ class Form:
         bias: one is added.
         kind: "nvfp4", or "fp8" for an Fp8Weight.
         blocks: an FP8 weight has a scale for each of its blocks.
+        input_scale: the weight has one, by which W4A4 products round activations.
 
     Raises:
         UsageError: another kind, or no shape of a weight.
@@ -37,6 +38,7 @@ class Form:
     bias: bool = False
     kind: str = "nvfp4"
     blocks: bool = False
+    input_scale: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("nvfp4", "fp8"):
@@ -70,6 +72,8 @@ class Form:
             return Int8Call(**{name: of[name] for name in of if name != "elsewhere"} | {"per_row": True})
         if precision == "exact":
             return Call(layout=self.placed, capability=sm, **of)
+        if precision == "w4a4":
+            return W4a4Call(layout=self.placed, capability=sm, static=self.input_scale, **of)
         resident = self.kind == "fp8"
         layout = Rows() if resident else self.placed
         return Fp8Call(layout=layout, capability=sm, resident=resident, blocks=self.blocks, **of)

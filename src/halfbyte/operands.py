@@ -17,7 +17,7 @@ from halfbyte.numerics import Array, is_torch
 from halfbyte.weight import Mxfp4Weight, Weight, dtype_name, float_dtype
 
 DTYPES = ("float32", "bfloat16", "float16")
-PRECISIONS = ("exact", "int8", "fp8")
+PRECISIONS = ("exact", "int8", "fp8", "w4a4")
 
 
 def precision_of(w: Any, precision: str | None) -> str:

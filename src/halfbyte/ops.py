@@ -34,6 +34,7 @@ from halfbyte.operands import (
 )
 from halfbyte.plans import Plan, plan
 from halfbyte.remembered import key_of, remember
+from halfbyte.w4a4_ops import linear_w4a4
 from halfbyte.weight import Mxfp4Weight, Weight, dtype_name, to_torch
 
 __all__ = ["Plan", "attention", "grouped_linear", "linear", "pack", "plan", "unpack"]
@@ -84,13 +85,16 @@ def linear(
         w: (N, K) in a layout that some kernel accepts on x's device; a Weight is packed as rows first.
         bias: (N,) float32, bfloat16 or float16.
         out_dtype: of the result; by default x's.
-        precision: "exact", the default for NVFP4; "int8" and "fp8" are never chosen unasked, but by an Int8Weight or an
-            Fp8Weight. In both, activations are rounded for each token, and one with Inf or NaN gives NaN.
+        precision: "exact", the default for NVFP4; the others are never chosen unasked, but by an Int8Weight or an
+            Fp8Weight. In all, activations are rounded for each token, and one with Inf or NaN gives NaN.
             "int8": the weight is its ``to_int8``, which is made once and kept with a Packed (N * K bytes).
             ``halfbyte.kernels.int8`` states the bound: about 1.2 % of the result's norm for Gaussian values.
             "fp8": the weight is rounded as by ``to_fp8``, on its way into a kernel: nothing is kept. On a GPU that is
             from 256 tokens on, where a kernel does so and is faster; other calls are exact, and ``plan`` tells which.
             ``halfbyte.kernels.fp8`` states what is computed: about 3 % of the result's norm for Gaussian values.
+            "w4a4": activations are rounded to NVFP4, by the weight's input scale where it has one, as engines for
+            W4A4 checkpoints do; on any device, to measure what that costs. ``halfbyte.kernels.w4a4`` states what is
+            computed: about 9.5 % of the result's norm for Gaussian values.
 
     Returns:
         (..., N). If exact, products are summed in float32, scale2 multiplies the sum once, the bias is added in
@@ -127,6 +131,8 @@ def linear(
         if rounded is not None:
             return rounded
     w = cast("Packed | Weight", w)
+    if how == "w4a4":
+        return linear_w4a4(x, w, bias, out_dtype)
     packed = as_packed(w)
     check_arrays(x, packed, bias)
     to = dtype_name(x.dtype) if out_dtype is None else checked_dtype(out_dtype, "out_dtype")

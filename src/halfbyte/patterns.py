@@ -42,7 +42,7 @@ _EMBEDDINGS = {"wte", "wpe", "shared", "relative_attention_bias"}
 _HEADS = {"lm_head", "embed_out", "output_layer", "score", "classifier"}
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 _ROUTERS = re.compile(
-    r"(^|\.)((mlp|block_sparse_moe|feed_forward|moe|ffn)\.gate|router|routers|shared_expert_gate|wg)$"
+    r"(^|\.)((mlp|mixer|block_sparse_moe|feed_forward|moe|ffn)\.gate|router|routers|shared_expert_gate|wg)$"
 )
 
 

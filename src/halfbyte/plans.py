@@ -28,8 +28,11 @@ from halfbyte.kernels import (
     Int8Call,
     Kernel,
     LinearArgs,
+    W4a4Args,
+    W4a4Call,
     forced,
     select,
+    w4a4,
 )
 from halfbyte.kernels.base import Library, capability, library_of
 from halfbyte.kernels.cuda import launch, scaled_mm
@@ -196,11 +199,16 @@ def plan(
         how = precision_of(weight, precision)
         held = weight if isinstance(weight, Int8Weight | Fp8Weight) else as_packed(weight)
         of |= {"library": library or library_of(scale_of(held)), "bias": False}
-        makes: dict[str, Callable[..., Any]] = {"int8": Int8Call.on, "fp8": Fp8Call.of, "exact": Call.on}
+        makes: dict[str, Callable[..., Any]] = {
+            "int8": Int8Call.on, "fp8": Fp8Call.of, "w4a4": W4a4Call.of, "exact": Call.on,
+        }  # fmt: skip
         call = makes[how](held, **of, **({} if how == "int8" else {"capability": sm}))
     if how == "int8":
         return _plan_int8(weight, held, call)
     call = replace(call, elsewhere=_elsewhere(device))
+    if how == "w4a4":
+        kernel = select(W4a4Args, call)
+        return _planned(call, kernel, gpu, 0, (*w4a4.notes(call), *_copies(weight, call), *_launches(kernel)), None)
     return (_plan_fp8 if how == "fp8" else _plan_exact)(weight, held, call, gpu)
 
 
@@ -213,6 +221,8 @@ def _plan_exact(weight: Any, packed: Packed | Form, call: Call, gpu: str | None)
 def _plan_experts(call: ExpertsCall, gpu: str | None) -> Plan:
     kernel, computed = chosen(call)
     notes = [f"routing is taken to be even: {call.touched:.1f} experts have tokens"]
+    if computed == "w4a4":
+        notes.append(f"activations are rounded to NVFP4: {w4a4.ERROR} of their norm if Gaussian, before each product")
     if call.precision != computed:
         notes.append("FP8 where a kernel takes the call and is faster; this one is exact")
     call = replace(call, precision=computed)

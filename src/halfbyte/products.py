@@ -8,8 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
+from halfbyte.cuts import COLUMN, ROW
+from halfbyte.errors import UsageError
 from halfbyte.experts import GATE_UP, numbered, spelled
 from halfbyte.modules import Module, fp8_granularity
+from halfbyte.numerics import BLOCK
 from halfbyte.patterns import FUSED, SIBLINGS, has_two_inputs, is_head, is_router, module_class
 from halfbyte.stored import DTYPE_BITS
 
@@ -34,6 +37,7 @@ class Product:
         shape: (N, K); of "other" the tensor's own.
         per_row: the second scale, or the scale of an FP8 weight, may differ by row.
         pre_scale: activations are multiplied first.
+        input_scale: there is one, by which W4A4 products round activations.
         bias: one is added.
         blocks: an FP8 weight has a scale for each block.
         experts: how many there are, of which a token takes some; None where it takes the one there is.
@@ -48,6 +52,7 @@ class Product:
     shape: tuple[int, ...]
     per_row: bool = False
     pre_scale: bool = False
+    input_scale: bool = False
     bias: bool = False
     blocks: bool = False
     experts: int | None = None
@@ -105,6 +110,7 @@ def _product(module: Module) -> Product:
         shape=module.shape if role == "other" else (n, k),
         per_row=granularity == "row" or (halves and module.kind == "nvfp4"),
         pre_scale="pre_scale" in module.roles,
+        input_scale="input_scale" in module.roles,
         bias="bias" in module.roles,
         blocks=granularity == "block",
         experts=experts[0] if stacked and experts else None,
@@ -168,6 +174,64 @@ def _experts(modules: list[Module]) -> Iterator[Product]:
             yield from ones
 
 
+def on_a_rank(ones: Iterable[Product], ranks: int, config: Mapping[str, Any], dealt: bool) -> list[Product]:
+    """What is left of products for each rank of tensor parallelism; a head has the most that a rank has.
+
+    Args:
+        ones: of a whole model.
+        ranks: how many there are.
+        config: config.json, which tells the heads.
+        dealt: whether experts are dealt to the ranks whole; else each rank has columns of all.
+
+    Raises:
+        UsageError: a product that does not split.
+    """
+    return [one if one.role in ("vision", "other") else _on_a_rank(one, ranks, config, dealt) for one in ones]
+
+
+def _on_a_rank(one: Product, ranks: int, config: Mapping[str, Any], dealt: bool) -> Product:
+    parts = one.name.rpartition(".")[2].split("+")
+    if one.role == "head":
+        n = min(-(-one.shape[0] // (ranks * BLOCK)) * BLOCK, one.shape[0])
+        return replace(one, shape=(n, one.shape[1]), stored=one.stored * n // one.shape[0])
+    if one.role == "experts" and dealt:
+        count = one.experts or 0
+        return replace(one, experts=_share(one, "the number of experts", count, ranks, 1), stored=one.stored // ranks)
+    n, k = one.shape
+    if set(parts) <= COLUMN | {"gate_up_proj"} and one.role in ("linear", "experts"):
+        return replace(one, shape=(_rows(one, parts, ranks, config), k), stored=one.stored // ranks)
+    if set(parts) <= ROW and one.role in ("linear", "experts"):
+        return replace(one, shape=(n, _share(one, "K", k, ranks, BLOCK)), stored=one.stored // ranks)
+    return one
+
+
+def _rows(one: Product, parts: list[str], ranks: int, config: Mapping[str, Any]) -> int:
+    """N of a rank's part of a column-parallel product; heads of keys and values that are fewer are copied."""
+    heads, n = number(config, "num_attention_heads"), one.shape[0]
+    keys = number(config, "num_key_value_heads") or heads
+    of = {"q_proj": heads, "k_proj": keys, "v_proj": keys}
+    if heads is None or keys is None or not set(parts) <= of.keys():
+        return _share(one, "N", n, ranks, len(parts) if len(parts) > 1 else 1)
+    counts = [of[part] or 1 for part in parts]
+    dim = n // sum(counts)
+    own = [1 if ranks % count == 0 else _share(one, "the number of heads", count, ranks, 1) for count in counts]
+    if "q_proj" in parts:
+        own[parts.index("q_proj")] = _share(one, "the number of heads", heads, ranks, 1)
+    return dim * sum(own)
+
+
+def _share(one: Product, what: str, size: int, ranks: int, unit: int) -> int:
+    if size % (ranks * unit):
+        each = f" in multiples of {unit}" if unit > 1 else ""
+        raise UsageError(f"{one.name}: {what} = {size} does not split over {ranks} ranks{each}")
+    return size // ranks
+
+
+def is_summed(one: Product) -> bool:
+    """Whether the ranks' results of a product are added."""
+    return one.role in ("linear", "experts") and set(one.name.rpartition(".")[2].split("+")) <= ROW
+
+
 def touched(experts: int, taken: int, tokens: int) -> float:
     """How many experts are expected to be asked by so many tokens that take ``taken`` each, all equally likely."""
     return experts * (1 - (1 - taken / experts) ** tokens) if experts else 0.0
@@ -187,15 +251,16 @@ def number(config: Mapping[str, Any], *names: str) -> int | None:
     return next((value for value in held if type(value) is int and value > 0), None)
 
 
-def cache_bytes(config: Mapping[str, Any], tokens: int, size: int) -> int | None:
-    """Bytes of the keys and values of so many tokens, of ``size`` bytes each; None where the config does not tell."""
+def cache_bytes(config: Mapping[str, Any], tokens: int, size: int, ranks: int = 1) -> int | None:
+    """Bytes of the keys and values of so many tokens, of ``size`` bytes each, on each of the ranks; None where the
+    config does not tell."""
     layers, heads = number(config, "num_hidden_layers"), number(config, "num_attention_heads")
     hidden = number(config, "hidden_size")
     if layers is None or heads is None or number(config, "kv_lora_rank"):
         return None
     width = number(config, "head_dim") or (hidden // heads if hidden else None)
     kv = number(config, "num_key_value_heads") or heads
-    return None if width is None else 2 * layers * kv * width * size * tokens
+    return None if width is None else 2 * layers * max(kv // ranks, 1) * width * size * tokens
 
 
 def taken_by_a_token(config: Mapping[str, Any]) -> int | None:

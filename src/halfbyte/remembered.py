@@ -122,12 +122,17 @@ def _watched(buffers: list[Any]) -> Callable[[], bool]:
 
 def watched_weakly(tensors: list[Any]) -> Callable[[], bool]:
     """The same question about tensors that it does not keep: False once one is gone."""
-    known = [(ref(a), -1 if a.is_inference() else a._version, a.data_ptr()) for a in tensors]
+    counted = [(ref(a), a._version) for a in tensors if not a.is_inference()]
+    moving = [(ref(a), a.data_ptr()) for a in tensors if a.is_cuda or a.is_inference()]
 
     def unchanged() -> bool:
-        for known_as, version, address in known:
-            a = known_as()
-            if a is None or (version >= 0 and a._version != version) or a.data_ptr() != address:
+        for known, version in counted:
+            a = known()
+            if a is None or a._version != version:
+                return False
+        for known, address in moving:
+            a = known()
+            if a is None or a.data_ptr() != address:
                 return False
         return True
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from halfbyte.checkpoint.reader import open_checkpoint
 from halfbyte.errors import FormatError, MissingExtraError, UnavailableError, UsageError
 
-PRECISIONS: Final = ("exact", "int8", "fp8")
+PRECISIONS: Final = ("exact", "int8", "fp8", "w4a4")
 DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
@@ -114,7 +114,7 @@ class Session:
             path: a directory, or a name on the hub.
             device: of torch's; by default a GPU if torch sees one, else the CPU.
             dtype: of what is dense, and of activations; by default the config's.
-            precision: of products with NVFP4 weights: "exact", "int8" or "fp8".
+            precision: of products with NVFP4 weights: "exact", "int8", "fp8" or "w4a4".
             fuse: q, k and v run as one product, and gate and up.
             layout: of NVFP4 weights; by default the one for the device.
             tokenizer: whether one is needed.

@@ -115,6 +115,32 @@ class View(Stored):
         return at if self.expert is None else [self.expert, *at]
 
 
+@dataclass(slots=True, unsafe_hash=True)
+class Runs(Stored):
+    """A tensor that is some bytes of each row of a matrix on disk.
+
+    Attributes:
+        width: bytes of a row there, the first of which begins at ``start``.
+        ranges: the bytes of each row.
+    """
+
+    width: int = 0
+    ranges: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Select:
+    """Some bytes of each row of a matrix, as a step of a View."""
+
+    width: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def __call__(self, raw: Any) -> Any:
+        """Bytes of whole rows, ``width`` each, to (rows, bytes) u8."""
+        matrix = np.ascontiguousarray(raw).reshape(-1).view(np.uint8).reshape(-1, self.width)
+        return np.concatenate([matrix[:, a:b] for a, b in self.ranges], 1)
+
+
 def byte_count(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor; a last partial byte counts whole."""
     return -(-prod(shape) * DTYPE_BITS[dtype] // 8)
@@ -145,6 +171,31 @@ def rows_of(tensor: Stored, a: int, b: int) -> Stored:
     return replace(part, steps=(*part.steps, Cut(a * each, b * each)))
 
 
+def part_of(tensor: Stored, axis: int, ranges: Sequence[tuple[int, int]]) -> Stored:
+    """Some entries along an axis of a tensor, one range after the other.
+
+    Only their bytes are read, unless steps make the tensor: then all of it is made for them.
+
+    Raises:
+        FormatError: entries that begin or end inside a byte.
+    """
+    bits = prod(tensor.shape[axis + 1 :]) * DTYPE_BITS[tensor.dtype]
+    if any(bits * at % 8 for run in ranges for at in run):
+        raise FormatError("the tensor is cut inside a byte", file=tensor.file, tensor=tensor.name, got=list(ranges))
+    runs = tuple((a * bits // 8, b * bits // 8) for a, b in ranges)
+    width, outer = tensor.shape[axis] * bits // 8, prod(tensor.shape[:axis])
+    shape = (*tensor.shape[:axis], sum(b - a for a, b in ranges), *tensor.shape[axis + 1 :])
+    nbytes = outer * sum(b - a for a, b in runs)
+    if isinstance(tensor, View) and tensor.steps:
+        return replace(tensor, shape=shape, nbytes=nbytes, steps=(*tensor.steps, Select(width, runs)))
+    if outer == 1 and len(runs) == 1:
+        part = replace(tensor, shape=shape, start=tensor.start + runs[0][0], nbytes=nbytes)
+        if isinstance(part, View):
+            return replace(part, region=nbytes, first=part.first + ranges[0][0] * part.stride * (axis == 0))
+        return part
+    return Runs(tensor.name, tensor.dtype, shape, tensor.file, tensor.start, nbytes, width, runs)
+
+
 @dataclass(frozen=True)
 class Cut:
     """Bytes start..stop of what is made."""
@@ -170,6 +221,12 @@ def read_into(tensor: Stored, start: int, out: Any) -> None:
     Raises:
         FormatError: the file has become shorter, or cannot be read.
     """
+    if isinstance(tensor, Runs):
+        whole = out if len(out) == tensor.nbytes else np.empty(tensor.nbytes, np.uint8)
+        _fill(tensor, tensor.start, whole, tensor.width, tensor.ranges)
+        if whole is not out:
+            out[...] = whole[start : start + len(out)]
+        return
     if not isinstance(tensor, View) or tensor.in_place:
         _fill(tensor, tensor.start + start, out)
         if isinstance(tensor, View) and tensor.steps:
@@ -207,22 +264,37 @@ def _region(view: View) -> Any:
     return raw
 
 
-def _fill(tensor: Stored, position: int, out: Any) -> None:
+def _fill(
+    tensor: Stored, position: int, out: Any, width: int = 0, ranges: Sequence[tuple[int, int]] | None = None
+) -> None:
+    """Read what lies together at a position, or in ranges of rows from there on, until ``out`` is full."""
     view = memoryview(out)
     fd = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        while view:
-            try:
-                count = os.preadv(fd, [view], position)
-            except OSError as error:
-                raise FormatError(
-                    "cannot read the file", file=tensor.file, tensor=tensor.name, got=error.strerror
-                ) from None
-            if count == 0:
-                raise FormatError("the file became shorter while it was read", file=tensor.file, tensor=tensor.name)
-            view, position = view[count:], position + count
+        if ranges is None:
+            _read_at(fd, tensor, position, view)
+            return
+        done = 0
+        while done < len(view):
+            for a, b in ranges:
+                _read_at(fd, tensor, position + a, view[done : done + b - a])
+                done += b - a
+            position += width
     finally:
         os.close(fd)
+
+
+def _read_at(fd: int, tensor: Stored, position: int, view: memoryview) -> None:
+    while view:
+        try:
+            count = os.preadv(fd, [view], position)
+        except OSError as error:
+            raise FormatError(
+                "cannot read the file", file=tensor.file, tensor=tensor.name, got=error.strerror
+            ) from None
+        if count == 0:
+            raise FormatError("the file became shorter while it was read", file=tensor.file, tensor=tensor.name)
+        view, position = view[count:], position + count
 
 
 def read_tensor(tensor: Stored) -> Any:

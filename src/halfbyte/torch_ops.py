@@ -6,13 +6,13 @@ block scales, and kept with these for as long as they live.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from halfbyte import fp8_ops, int8_ops, ops
+from halfbyte import fp8_ops, int8_ops, ops, w4a4_ops
 from halfbyte.errors import UsageError
 from halfbyte.kernels.cuda.shared import keeping_nothing
 from halfbyte.kinds import Fp8Weight
@@ -144,6 +144,27 @@ def linear_int8_op(
 linear_int8_op.register_fake(_shape_of_linear)
 
 
+@torch.library.custom_op("halfbyte::linear_w4a4", mutates_args=())
+def linear_w4a4_op(
+    x: Tensor,
+    layout: str,
+    n: int,
+    k: int,
+    names: str,
+    buffers: list[Tensor],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``halfbyte.linear`` with the precision "w4a4"; arguments as of ``linear_op``."""
+    packed = _checked(x, layout, n, k, names, buffers, bias)
+    y: Tensor = w4a4_ops.linear_w4a4(x, packed, bias, str(out_dtype).removeprefix("torch."))
+    return y
+
+
+linear_w4a4_op.register_fake(_shape_of_linear)
+_OPS: Final[dict[str | None, Any]] = {"fp8": linear_fp8_op, "int8": linear_int8_op, "w4a4": linear_w4a4_op}
+
+
 def memo_of(owner: Tensor) -> dict[Any, Any]:
     """What is remembered of the weight with this buffer."""
     memo: dict[Any, Any] | None = _memos.get(owner)  # type: ignore[no-untyped-call]
@@ -199,7 +220,7 @@ def traced(
     """``linear`` while torch traces it; the weight's shape is (N, K)."""
     n, k = _matrix(shape)
     to = _dtype(x, out_dtype)
-    op: Any = linear_fp8_op if precision == "fp8" else linear_int8_op if precision == "int8" else linear_op
+    op = _OPS.get(precision, linear_op)
     y: Tensor = op(x, layout, n, k, ",".join(buffers), list(buffers.values()), bias, to)
     return y
 

@@ -163,6 +163,7 @@ def test_classes(name, ndim, cls):
         ("model.layers.0.feed_forward.router", True),
         ("model.layers.0.mlp.router", True),
         ("model.layers.0.mlp.shared_expert_gate", True),
+        ("backbone.layers.0.mixer.gate", True),
         ("model.layers.0.mlp.gate_proj", False),
         ("model.layers.0.mlp.experts.0.gate_proj", False),
         ("model.layers.0.self_attn.gate", False),

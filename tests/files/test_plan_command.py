@@ -288,6 +288,43 @@ class TestForms:
         assert (router["role"], router["kind"], router["shape"]) == ("router", "dense", [8, HIDDEN])
         assert "a token takes 2 experts, each of them as likely as any other" in report.facts["notes"]
 
+    def test_ranks(self, tmp_path):
+        path = hollow(tmp_path / "a", head="BF16")
+        whole, half = (plan(path, device=HOPPER, tokens=[1, 16], ranks=ranks) for ranks in (1, 2))
+        ends = ("k_proj+v_proj", "o_proj", "up_proj", "down_proj", "lm_head")
+        shapes = [tuple(layer(half, end)["shape"]) for end in ends]
+        assert shapes == [(3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168), (64128, 4096)]
+        assert half.facts["ranks"] == 2
+        assert [(step["sums"], step["sum_bytes"]) for step in half.facts["steps"]] == [(4, 16384), (4, 16 * 16384)]
+        assert [step["sums"] for step in whole.facts["steps"]] == [0, 0]
+        one, two = (report.facts["memory"] for report in (whole, half))
+        assert (two["head"], two["embedding"]) == (one["head"] // 2, one["embedding"])
+        assert two["cache_of_1000_tokens"] == one["cache_of_1000_tokens"] // 2
+        assert (
+            "products and memory are those of one rank; what the ranks exchange takes time of its own"
+            in (half.facts["notes"])
+        )
+        wide = plan(path, device=HOPPER, ranks=16)  # two heads of queries, and one of the eight of keys
+        assert layer(wide, "k_proj+v_proj")["shape"] == [4 * 128, 4096]
+        assert wide.facts["memory"]["cache_of_1000_tokens"] == one["cache_of_1000_tokens"] // 8
+        with pytest.raises(UsageError, match="the number of heads = 32 does not split over 3 ranks"):
+            plan(path, device=HOPPER, ranks=3)
+        with pytest.raises(UsageError, match="ranks are from 1 to 1024"):
+            plan(path, device=HOPPER, ranks=1, expert_parallel=True)
+
+    def test_experts_over_ranks(self, tmp_path):
+        tensors = split_experts("model.layers.0.mlp.experts", expert_weights(8, 32, HIDDEN))
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            for suffix in ("", "_scale", "_scale_2"):
+                tensors[f"model.layers.0.mlp.{part}.weight{suffix}"] = None
+        config = CONFIG | {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "num_attention_heads": 2}
+        path = make_dense(tmp_path / "a", change=tensors, config=config)
+        columns, dealt = (plan(path, device=HOPPER, ranks=2, expert_parallel=how) for how in (False, True))
+        found = [layer(one, "experts.*.gate_proj+up_proj+down_proj") for one in (columns, dealt)]
+        assert [(one["shape"], one["experts"]) for one in found] == [([32, 32, 16], 8), ([64, 32, 32], 4)]
+        sums = [one.facts["steps"][0]["sums"] - 1 for one in (columns, dealt)]  # but that of o_proj
+        assert sums == [1, 1]
+
     def test_the_config_does_not_say_how_many_experts(self, tmp_path):
         tensors = split_experts("model.layers.0.mlp.experts", expert_weights(4, 16, HIDDEN))
         report = plan(make_dense(tmp_path / "a", change=tensors), device=HOPPER, tokens=[1])

@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 import halfbyte
 from checkpoints import read_json, write_json
 from halfbyte.errors import UsageError
-from halfbyte.hf import from_pretrained
-from halfbyte.hf.fusing import siblings
+from halfbyte.hf import from_pretrained, quantize_model
+from halfbyte.hf.fusing import experts_of, experts_refusal, siblings
 from halfbyte.nn import Experts, Part
+from halfbyte.recipes import quantize
 from halfbyte.weight import DenseWeight, to_torch
 
 SIZES: dict[str, Any] = {
@@ -63,6 +64,23 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any], set[tuple[str, ...]], int]] = {
         GROUPED | {"head_dim": 16},
         {("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")},
         1,
+    ),
+    "nemotron_h": (
+        tf.NemotronHForCausalLM,
+        {
+            "layers_block_type": ["mamba", "moe", "attention", "moe"], "head_dim": 16, "moe_intermediate_size": 48,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_shared_expert_intermediate_size": 32, "n_group": 1,
+            "topk_group": 1, "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1,
+            "chunk_size": 16,
+        },
+        {("q_proj", "k_proj", "v_proj")},
+        2,
+    ),
+    "gpt_oss": (
+        tf.GptOssForCausalLM,
+        {"num_local_experts": 4, "head_dim": 16, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2},
+        {("q_proj", "k_proj", "v_proj")},
+        2,
     ),
     "bert": (tf.BertModel, {"max_position_embeddings": 32}, {("query", "key", "value")}, 0),
     "distilbert": (
@@ -115,10 +133,27 @@ def dequantized(cls, path, folder):
             values[key] = to_torch(np.array(weight.dequantize()))
     config = read_json(path / "config.json")
     config.pop("quantization_config")
+    if cls is tf.GptOssForCausalLM:
+        values = restacked(values, config)
     folder.mkdir()
     write_json(folder / "config.json", config)
     save_file(values, folder / "model.safetensors", {"format": "pt"})
     return cls.from_pretrained(folder, dtype="float32")
+
+
+def restacked(values, config):
+    """The experts of gpt-oss as transformers has them: (E, K, N), and gate and up in turns."""
+    for layer in range(config["num_hidden_layers"]):
+        parent = f"model.layers.{layer}.mlp.experts"
+        for end, stored in (("", "weight"), ("_bias", "bias")):
+            found = {
+                part: torch.stack([values.pop(f"{parent}.{e}.{part}.{stored}") for e in range(4)])
+                for part in ("gate_proj", "up_proj", "down_proj")
+            }
+            both = torch.stack([found["gate_proj"], found["up_proj"]], 2).flatten(1, 2)
+            for name, stack in (("gate_up_proj", both), ("down_proj", found["down_proj"])):
+                values[f"{parent}.{name}{end}"] = stack if end else stack.mT.contiguous()
+    return values
 
 
 def test_computes_what_its_dense_values_do(family, tmp_path):
@@ -169,12 +204,64 @@ def test_layers_of_different_inputs_stay_apart():
     assert list(siblings(["up_proj", "gate_proj"])) == [("gate_proj", "up_proj")]
 
 
-def test_experts_with_a_gate_of_their_own_are_refused(tmp_path):
+class Clamped:
+    """A gate as that of DeepSeek-V4."""
+
+    def _apply_gate(self, both):
+        gate, up = both.chunk(2, -1)
+        return torch.nn.functional.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+
+class Turned(Clamped):
+    """As that of gpt-oss."""
+
+    def _apply_gate(self, both):
+        gate, up = both[..., ::2].clamp(max=self.limit), both[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+class Cubed(Clamped):
+    def _apply_gate(self, both):
+        gate, up = both.chunk(2, -1)
+        return gate**3 * up
+
+
+class Normed(Clamped):
+    has_post_expert_norm = True
+
+
+@pytest.mark.parametrize("limit", [7.0, 100.0])
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (Clamped, {"activation": "silu", "limit": 7.0}),
+        (Turned, {"activation": "swigluoai", "limit": 7.0}),
+        (Cubed, "Cubed has a gate of its own that is not known"),
+        (Normed, "Normed normalizes the results of its experts"),
+    ],
+)
+def test_gates_are_known_by_what_they_do(kind, found, limit):
+    old = kind()
+    old.gate_up_proj, old.down_proj, old.num_experts, old.limit = (
+        torch.empty(2, 64, 32),
+        torch.empty(2, 32, 32),
+        2,
+        limit,
+    )
+    assert experts_refusal(old) == (found if isinstance(found, str) else None)
+    if not isinstance(found, str):
+        weights = [
+            halfbyte.Weight.stack([quantize(one) for one in torch.randn(2, *size)]) for size in ((64, 32), (32, 32))
+        ]
+        made = experts_of(old, *(halfbyte.pack(weight) for weight in weights))
+        assert (made.mixture.activation, made.mixture.limit) == (found["activation"], limit)
+
+
+def test_dense_stacks_that_lie_otherwise_are_not_quantized_in_place():
     config = tf.GptOssConfig(**SIZES | {"num_local_experts": 4, "head_dim": 16, "num_experts_per_tok": 2})
-    tf.GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
-    halfbyte.quantize_checkpoint(tmp_path / "dense", tmp_path / "a")
-    with pytest.raises(UsageError, match=r"layers\.0\.mlp\.experts\S+: these experts cannot be replaced: GptOss"):
-        from_pretrained(tmp_path / "a")
+    model = tf.GptOssForCausalLM(config)
+    report = quantize_model(model)
+    assert dict(report.skipped)["model.layers.0.mlp.experts"] == "GptOssExperts has has_bias=True"
 
 
 def test_an_embedding_with_a_forward_of_its_own_is_refused(tmp_path):

@@ -331,7 +331,7 @@ class TestErrors:
         ):
             with pytest.raises(UsageError) as caught:
                 call("fp4")
-            assert str(caught.value) == "unknown precision: got 'fp4', expected 'exact' or 'int8' or 'fp8'"
+            assert str(caught.value) == "unknown precision: got 'fp4', expected 'exact' or 'int8' or 'fp8' or 'w4a4'"
 
     def test_a_twin_is_not_exact(self):
         with pytest.raises(UsageError) as caught:

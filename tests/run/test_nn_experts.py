@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import pickle
 import re
 from dataclasses import replace
@@ -17,6 +18,7 @@ from gpu_codecs import needs_gpu, needs_triton
 from halfbyte import expert_ops, torch_experts
 from halfbyte.errors import UsageError, WeightError
 from halfbyte.kernels import ExpertsArgs, base, experts_torch
+from halfbyte.kernels.cuda import refused
 from halfbyte.nn import Experts, weights_of
 from halfbyte.torch_experts import experts_op, traced
 from halfbyte.weight import Weight
@@ -112,6 +114,7 @@ def graph(monkeypatch):
 
         monkeypatch.setattr(module, name, called)
 
+    monkeypatch.setenv("HALFBYTE_KERNEL", "experts-loop")
     monkeypatch.setattr(experts_torch, "capturing", lambda device: True)
     monkeypatch.setattr(expert_ops, "check_ids", lambda indices, mixture: None)
     unguarded(experts_torch, "_product")
@@ -195,6 +198,182 @@ class TestValues:
             with pytest.raises(hb.errors.NoKernelError, match="columns"):
                 experts(*given)
             assert "no kernel: " in repr(experts)
+
+
+class TestOptions:
+    def test_without_a_gate(self):
+        rows = [(up, down) for _, up, down in layers()]
+        experts, (hidden, indices, routing) = Experts.of(rows, activation="relu2", gated=False), routed(6)
+        expected = np.zeros((6, H))
+        for t in range(6):
+            for e, factor in zip(indices[t].tolist(), routing[t].tolist(), strict=True):
+                up, down = (w.dequantize().astype(np.float64) for w in rows[e])
+                expected[t] += factor * (down @ np.maximum(up @ hidden[t].numpy(), 0) ** 2)
+        assert np.array_equal(experts(hidden, indices, routing).numpy(), expected.astype(np.float32))
+        assert "activation=relu2, no gate, layout=rows" in repr(experts)
+        assert [name for name, _ in weights_of(experts)][:3] == ["0.up_proj", "0.down_proj", "1.up_proj"]
+        empty = Experts.empty("rows", E, H, N, activation="relu2", gated=False).to_empty(device="cpu")
+        empty.load_state_dict(experts.state_dict())
+        assert torch.equal(empty(hidden, indices, routing), experts(hidden, indices, routing))
+        with pytest.raises(UsageError, match="expert 0 has other layers: got 3, expected 2 of them"):
+            Experts.of(layers(), gated=False)
+        for options in ({"limit": 1.0}, {"activation": "swigluoai"}, {"gate_up_order": "up_first"}):
+            with pytest.raises(UsageError, match="experts without a gate have neither its limit nor an order"):
+                Experts.of(rows, gated=False, **options)
+
+    def test_null_experts_that_are_skipped(self):
+        some = layers()
+        some[1] = tuple(Weight.null(w.shape) for w in some[1])
+        experts, (hidden, indices, routing) = Experts.of(some, activation="relu2", null="skip"), routed(6)
+        kept = routing.masked_fill(indices == 1, 0)
+        assert (indices == 1).any()
+        assert np.array_equal(experts(hidden, indices, routing).numpy(), meaning((hidden, indices, kept), layers()))
+        indices[0, 0] = E
+        with pytest.raises(UsageError, match="ids name no expert"):
+            experts(hidden, indices, routing)
+        with pytest.raises(UsageError, match="unknown way with null experts: got 'drop', expected refuse or skip"):
+            Experts.of(some, null="drop")
+
+    def test_float32_sums_of_bfloat16(self):
+        experts, given = Experts.of(layers(), activation="relu2", out_dtype="float32"), routed(3)
+        y = experts(given[0].bfloat16(), *given[1:])
+        assert y.dtype == torch.float32
+        rounded = Experts.of(layers(), activation="relu2")(given[0].bfloat16(), *given[1:])
+        assert torch.equal(y.bfloat16(), rounded)
+        assert not torch.equal(y, rounded.float())
+
+    def test_fp8_is_that_of_linear(self):
+        experts, (hidden, indices, routing) = Experts.of(layers(), precision="fp8"), routed(4)
+        expected = torch.zeros(4, H)
+        for t in range(4):
+            for e, factor in zip(indices[t].tolist(), routing[t].tolist(), strict=True):
+                gate, up, down = (w.torch() for w in layers()[e])
+                both = hb.linear(hidden[t], hb.pack(Weight.concat([gate, up])), precision="fp8")
+                h = torch.nn.functional.silu(both[:N]) * both[N:]
+                expected[t] += factor * hb.linear(h, hb.pack(down), precision="fp8")
+        y = experts(hidden, indices, routing)
+        assert torch.equal(y, expected)
+        exact = Experts.of(layers())(hidden, indices, routing)
+        assert 1e-3 < (y - exact).norm() / exact.norm() < 0.1
+        assert "precision=fp8" in repr(experts)
+        with pytest.raises(UsageError, match="unknown precision: got 'int4'"):
+            Experts.of(layers(), precision="int4")
+
+    @pytest.mark.parametrize("order", ["up_first", "interleaved"])
+    def test_rows_are_put_in_order_once(self, order):
+        """A Weight's, and of a packed one those of rows; other layouts keep theirs, and their state says so."""
+        at = np.arange(2 * N)
+        index = np.roll(at, N) if order == "up_first" else at.reshape(2, N).T.reshape(-1)
+        both = Weight.stack([Weight.concat(three[:2]).permute_rows(index) for three in layers()])
+        down = Weight.stack([three[2] for three in layers()])
+        bias = np.arange(E * 2 * N, dtype=np.float32).reshape(E, 2 * N)
+        plain = Experts.of(layers(), gate_up_bias=bias)
+        for given in (both, hb.pack(both), hb.pack(both.torch())):
+            made = Experts(given, down, gate_up_order=order, gate_up_bias=bias[:, index])
+            assert made.mixture.gate_up_order == "concatenated"
+            state = plain.state_dict()
+            assert all(torch.equal(value, state[key]) for key, value in made.state_dict().items())
+        kept = Experts(hb.pack(both.torch(), "fragments"), hb.pack(down.torch(), "fragments"), gate_up_order=order)
+        assert kept.mixture.gate_up_order == order
+        other = Experts.empty("fragments", E, H, N, per_row=True, device="cpu")
+        with pytest.raises(UsageError, match=f"the state dict holds another layout: got .*, {order}, expected"):
+            other.load_state_dict(kept.state_dict())
+        same = Experts.empty("fragments", E, H, N, per_row=True, gate_up_order=order, device="cpu")
+        same.load_state_dict(kept.state_dict())
+        assert [name for name, _ in kept.biases()] == []
+        assert torch.equal(dict(plain.biases())["1.up_proj"], torch.from_numpy(bias[1, N:]))
+
+    def test_the_form_that_plan_takes(self):
+        experts = Experts.of(layers(), gate_up_bias=np.zeros((E, 2 * N), np.float32))
+        made = hb.plan("experts", experts.form(TOP), rows=3, dtype="float32")
+        assert (made.call.shape, made.call.inner, made.call.top, made.call.rows) == ((E, 2 * N, H), N, TOP, 3)
+        assert (made.call.per_row, made.call.bias, made.call.down_bias) == (True, True, False)
+        assert made.kernel in repr(experts)
+        assert experts.form(TOP).nbytes == experts.gate_up.packed.nbytes + experts.down.packed.nbytes
+        with pytest.raises(UsageError, match="linear is not of this: got ExpertsForm"):
+            hb.plan("linear", experts.form(TOP), rows=3)
+
+
+def bound(args, out=7.0):
+    """A kernel's ``bind``: what it gives writes a number."""
+    calls.append(args)
+
+    def run(hidden, indices, weights, given):
+        given.fill_(out)
+
+    return run
+
+
+calls: list = []
+
+
+class TestRemembered:
+    @pytest.fixture
+    def stub(self, monkeypatch):
+        """A kernel that can be bound takes every call."""
+        calls.clear()
+        made = replace(experts_torch.LOOP, name="stub", refuse=lambda call: (), launch=None, bind=bound)
+        monkeypatch.setattr(expert_ops, "chosen", lambda call: (made, call.precision))
+
+    def test_the_second_call_is_bound_already(self, stub):
+        experts, given = Experts.of(layers()), routed(3)
+        for _ in range(3):
+            assert torch.equal(experts(*given), torch.full((3, H), 7.0))
+        assert len(calls) == 1
+        experts(*routed(4))
+        experts(given[0].bfloat16(), *given[1:])
+        experts(given[0], given[1].int(), given[2])
+        assert len(calls) == 4
+
+    @pytest.mark.parametrize("changed", ["gate_up.codes", "down.scale2", "down.bias"])
+    def test_not_after_a_weight_was_written_to_or_replaced(self, stub, changed):
+        experts, given = Experts.of(layers(), down_bias=np.zeros((E, H), np.float32)), routed(3)
+        experts(*given)
+        name, _, part = changed.partition(".")
+        holder = experts.get_submodule(name)
+        with torch.no_grad():
+            getattr(holder, part).copy_(getattr(holder, part).clone())
+        experts(*given)
+        assert len(calls) == 2
+        setattr(holder, part, copy.deepcopy(getattr(holder, part)))
+        experts(*given)
+        assert len(calls) == 3
+
+    def test_ids_are_looked_at_in_each_call(self, stub):
+        experts, (hidden, indices, routing) = Experts.of(layers()), routed(3)
+        experts(hidden, indices, routing)
+        indices[2, 1] = -1
+        with pytest.raises(UsageError, match=re.escape("ids name no expert at [2, 1]: got -1, expected 0..4")):
+            experts(hidden, indices, routing)
+
+    def test_no_gradient(self, stub):
+        experts, given = Experts.of(layers()), routed(3)
+        experts(*given)
+        with pytest.raises(UsageError, match="has no gradient"):
+            experts(given[0].requires_grad_(), *given[1:]).sum().backward()
+
+
+class TestWordOfTheGpu:
+    """What a kernel could not follow, as the host reads it."""
+
+    @pytest.mark.parametrize(
+        ("e", "null", "slot", "error", "words"),
+        [
+            (-1, 0, 0, UsageError, "an id named no expert at slot 0 of the indices .* got -1"),
+            (2**31 - 1, 0, 40, UsageError, "at slot 40 of the indices in an earlier call on cuda:3"),
+            (17, 1, 5, WeightError, "a token was routed to expert 17, which is null, at slot 5"),
+        ],
+    )
+    def test_is_raised_once(self, e, null, slot, error, words, monkeypatch):
+        value = ctypes.c_int64(e << 32 | null << 31 | slot + 1)
+        device = torch.device("cuda:3")
+        monkeypatch.setitem(refused._words, 3, (None, value))
+        monkeypatch.setattr(refused, "capturing", lambda device: True)
+        refused.look(device)  # not in a capture
+        monkeypatch.setattr(refused, "capturing", lambda device: False)
+        with pytest.raises(error, match=words):
+            refused.look(device)
+        refused.look(device)
 
 
 class TestRouting:

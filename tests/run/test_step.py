@@ -293,13 +293,20 @@ def test_splits_fill_a_gpu_but_have_entries_and_are_soon_added_up(changes, split
 @pytest.mark.parametrize(
     ("changes", "splits", "warps"),
     [
-        ({}, 4, 8),
-        ({"rows": 4}, 4, 8),
+        ({}, 8, 8),
+        ({"rows": 2}, 4, 8),
+        ({"rows": 4}, 2, 8),
+        ({"rows": 5}, 6, 4),
+        ({"rows": 8}, 4, 4),
         ({"rows": 16}, 2, 4),
+        ({"rows": 17}, 1, 4),
         ({"rows": 64}, 1, 4),
-        ({"room": 100}, 1, 8),
-        ({"room": 2304}, 4, 8),
-        ({"room": 8192}, 16, 8),
+        ({"room": 64}, 1, 8),
+        ({"room": 300}, 3, 8),
+        ({"room": 4096}, 8, 8),
+        ({"room": 4097}, 33, 4),
+        ({"room": 8192}, 32, 4),
+        ({"rows": 2, "kv_heads": 2}, 8, 8),
     ],
 )
 def test_splits_of_gluon(changes, splits, warps):
@@ -307,7 +314,7 @@ def test_splits_of_gluon(changes, splits, warps):
 
 
 @needs_triton
-@pytest.mark.parametrize(("ops", "counts"), [(("add_norms", "gates"), "18 36"), (("attends",), "18")])
+@pytest.mark.parametrize(("ops", "counts"), [(("add_norms", "gates"), "18 36"), (("attends", "finds"), "18 18")])
 def test_every_op_in_the_interpreter(ops, counts):
     tests = Path(__file__).parent.parent
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -364,16 +371,22 @@ def test_machine_code(capability):
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("heads", "dim"), [(32, 128), (64, 128), (24, 64)])
 @pytest.mark.parametrize("dtype", attend_gluon.DTYPES)
-def test_machine_code_of_gluon(dtype, heads, dim, norms):
-    """Warps wait for each other nowhere, no value passes through shared memory, few instructions for each product."""
-    asked = call(AttendCall, heads=heads, dim=dim, dtype=dtype, q_norm=norms, k_norm=norms)
-    code = code_of("gluon", attend_gluon.parts(asked, attend_gluon.configure(asked), True), 90)
+@pytest.mark.parametrize("rows", [1, 64])
+def test_machine_code_of_gluon(dtype, heads, dim, norms, rows):
+    """Warps wait for each other once, after the loop; there are few instructions for each product, and room for all."""
+    asked = call(AttendCall, heads=heads, dim=dim, dtype=dtype, q_norm=norms, k_norm=norms, rows=rows)
+    made = attend_gluon.configure(asked)
+    code = code_of("gluon", attend_gluon.parts(asked, made, True), 90)
     (loop,) = code.loops
-    assert code.shared == 0
-    assert not [op for op in code.opcodes if op.startswith(("BAR", "STS", "LDS"))]
+    ops = [op for _, _, op, _ in code.instructions]
+    places = {name: [i for i, op in enumerate(ops) if op.startswith(name)] for name in ("BAR", "HMMA", "STS", "LDS")}
+    assert len(places["BAR"]) == 1
+    assert places["HMMA"][-1] < places["STS"][0] < places["STS"][-1] < places["BAR"][0] < places["LDS"][0]
+    assert code.shared <= made.warps * (8 * dim + 16) * 4 + 512
+    held = 132 * (65536 // (32 * made.warps * -(-code.registers // 8) * 8))
+    assert held >= {4: attend_gluon.AT_ONCE, 8: 2 * attend_gluon.FEW}[made.warps]
     assert loop.matrix == 3 * dim // 16
     assert loop.per_matrix <= (14 if dim == 128 else 18)
-    ops = [op for _, _, op, _ in code.instructions]
     before = ops[: ops.index("ACQBULK")]
     assert before.count("LDG.E.128") == dim // 4
 
@@ -391,14 +404,15 @@ def compiled():
 @pytest.mark.usefixtures("compiled")
 class TestOnGpu:
     @pytest.mark.parametrize("dtype", gpu_step.DTYPES)
-    @pytest.mark.parametrize(("name", "count"), [("add_norms", 6), ("gates", 12), ("attends", 6)])
+    @pytest.mark.parametrize(("name", "count"), [("add_norms", 6), ("gates", 12), ("attends", 6), ("finds", 6)])
     def test_results(self, name, count, dtype):
         assert len(list(getattr(gpu_step, name)("cuda", (dtype,)))) == count
 
     @pytest.mark.skipif(not hopper, reason="torch sees no Hopper GPU")
     @pytest.mark.parametrize("dtype", attend_gluon.DTYPES)
     def test_results_of_gluon(self, dtype):
-        assert len(list(gpu_step.gluon_attends("cuda", (dtype,)))) == 6
+        assert len(list(gpu_step.gluon_attends("cuda", (dtype,)))) == 7
+        assert len(list(gpu_step.gluon_finds("cuda", (dtype,)))) == 7
 
     @pytest.mark.parametrize("bind", [step.bind_attend, attend_gluon.bind])
     def test_a_row_does_not_depend_on_the_others(self, bind):

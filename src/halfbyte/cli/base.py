@@ -80,7 +80,7 @@ def model_options(command: F) -> F:
         click.option("--no-fuse", is_flag=True, help="q, k, v and gate, up are products of their own."),
         click.option("--layout", metavar="NAME", help="Of NVFP4 weights; by default the one for the device."),
         click.option(
-            "--precision", default="exact", show_default=True, metavar="[exact|int8|fp8]", help="Of products."
+            "--precision", default="exact", show_default=True, metavar="[exact|int8|fp8|w4a4]", help="Of products."
         ),
         click.option("--dtype", metavar="[float32|bfloat16|float16]", help="Of activations; by default the config's."),
         click.option("--device", metavar="[cpu|cuda|cuda:0]", help="By default a GPU, where torch sees one."),

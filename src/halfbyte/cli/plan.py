@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 @click.argument("path")
 @click.option("--device", default="cpu", show_default=True, metavar="[cpu|cuda|cuda:sm_90]", help="That it runs on.")
 @click.option("--tokens", default="1,16,512", show_default=True, metavar="M,...", help="Tokens of a step.")
-@click.option("--precision", default="exact", show_default=True, metavar="[exact|int8|fp8]", help="Of products.")
+@click.option("--precision", default="exact", show_default=True, metavar="[exact|int8|fp8|w4a4]", help="Of products.")
 @click.option("--dtype", metavar="[bfloat16|float16|float32]", help="Of activations; by default the config's.")
 @click.option("--layout", metavar="NAME", help="Of NVFP4 weights; by default fragments on a GPU, else rows.")
 @click.option("--no-fuse", is_flag=True, help="q, k, v and gate, up are products of their own.")
+@click.option("--ranks", default=1, show_default=True, metavar="N", help="Split over N GPUs; all is told of one.")
+@click.option("--expert-parallel", is_flag=True, help="Ranks have whole experts, not columns of all.")
 @shared_options
 def command(path: str, tokens: str, no_fuse: bool, as_json: bool, quiet: bool, **given: Any) -> None:
     """Show which kernels would run a checkpoint, how long they take, and the memory held.
@@ -48,6 +50,7 @@ def _render(report: Report, out: Console) -> None:
             ("checkpoint", f"{facts['path']}, {facts['dialect']}"),
             ("device", facts["device"] + gpu),
             ("products", f"{facts['precision']}, {facts['dtype']}{', fused' if facts['fused'] else ''}"),
+            *([("ranks", f"{facts['ranks']}, of which one is shown")] if facts["ranks"] > 1 else []),
         ],
     )
     table = Table(box=None, pad_edge=False)
@@ -98,6 +101,8 @@ def _steps(facts: dict[str, Any]) -> list[tuple[str, str]]:
             )
         if step["bound_tokens_per_second"]:
             text += f"; reading the weights allows {step['bound_tokens_per_second']:,.0f} tokens/s"
+        if step["sums"]:
+            text += f"; {step['sums']} sums over the ranks of {size(step['sum_bytes'])} each"
         rows.append((f"step of {step['tokens']}", text))
     return rows
 

@@ -84,7 +84,7 @@ class Decoder:
         layers: in their order.
         norm: behind the last layer.
         head: (M, H) to (M, V).
-        heads, kv_heads, dim: Hq, Hkv and D.
+        heads, kv_heads, dim: Hq, Hkv and D; of a model that is split over ranks this one's.
         scale: of the products of queries and keys.
         activation: of the mlp, by its name in ``gate``.
         longest: positions that the model's config allows.
@@ -94,6 +94,7 @@ class Decoder:
         rotary: the module of the angles.
         seen: what tells that the model is still the one that was taken apart.
         runners: caches and graphs that ``generate`` keeps.
+        ranks: over which the model is split, or None.
     """
 
     family: str
@@ -114,6 +115,7 @@ class Decoder:
     rotary: Module
     seen: tuple[Any, ...]
     runners: dict[Any, Any]
+    ranks: Any = None
 
     @staticmethod
     def of(model: Module, *, fuse_dense: bool = False) -> Decoder:
@@ -182,6 +184,11 @@ class _Read:
         return sum(size * min(count, batch * chosen) // count for size, count, chosen in self.stacks)
 
 
+def ranks_of(model: Module) -> Any:
+    """The ranks over which a model is split, as its layers know them; None for a whole one."""
+    return next((module.ranks for module in model.modules() if hasattr(module, "ranks")), None)
+
+
 def why_not(model: Module) -> str | None:
     """Why a model is not taken apart; None where it can be."""
     family = type(model).__name__
@@ -223,8 +230,8 @@ def _take_apart(model: Module, seen: tuple[Any, ...]) -> Decoder:
         layers=tuple(_layer(layer, type(model).__name__) for layer in used),
         norm=_norm(inner.norm),
         head=product([head]),
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        heads=attention.q_proj.out_features // attention.head_dim,
+        kv_heads=attention.k_proj.out_features // attention.head_dim,
         dim=attention.head_dim,
         scale=attention.scaling,
         activation=ACTIVATIONS[config.hidden_act],
@@ -236,6 +243,7 @@ def _take_apart(model: Module, seen: tuple[Any, ...]) -> Decoder:
         rotary=inner.rotary_emb,
         seen=seen,
         runners={},
+        ranks=ranks_of(model),
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from halfbyte.decoder import whole
-from halfbyte.decoder.families import Decoder, why_not
+from halfbyte.decoder.families import Decoder, ranks_of, why_not
 from halfbyte.decoder.runner import Runner
 from halfbyte.decoder.sampling import Sampling
 from halfbyte.errors import UsageError
@@ -73,6 +73,8 @@ def generate(
 ) -> Generated:
     """Continue prompts, all of them together, one token of each at a time.
 
+    Every rank of a model that is split calls it, with the same arguments, and gets the same text.
+
     The prompts go through the model's own forward, those of equal lengths together. Then each step is a few operations
     for each layer (``Decoder``), in a CUDA graph where the model lies on a GPU, and the host follows some steps behind.
     Models that cannot be taken apart run their own forward with a static cache, and ``how`` says why. Caches and graphs
@@ -87,7 +89,7 @@ def generate(
         top_k: draw among so many of the most probable tokens.
         top_p: draw among the most probable tokens, as few as together have this probability.
         seed: of what is drawn: equal seeds give equal texts, with and without a graph; by default from torch's
-            generator for the CPU.
+            generator for the CPU. Of ranks that of the first counts.
         graph: True refuses to run without a CUDA graph, False runs without; None uses one where it can.
         stream: called with the number of a prompt and its next token, as tokens come.
 
@@ -96,7 +98,8 @@ def generate(
 
     Raises:
         UsageError: prompts or numbers that cannot be meant, more positions than the model has, or a graph that
-            cannot be.
+            cannot be; on every rank, where the ranks were asked for different texts.
+        RankError: another rank failed, or did not answer in time.
     """
     sampling = Sampling(temperature, top_k, top_p)
     rows = _checked(prompts)
@@ -106,6 +109,10 @@ def generate(
     ends = frozenset(_numbers("stop", stop))
     seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else _whole_number("seed", seed) % 2**64
     _refuse_other_models(model)
+    ranks = ranks_of(model)
+    if ranks is not None:
+        asked = rows, max_new_tokens, sampling, sorted(ends), graph
+        seed = ranks.agreed("what is to be generated", asked, seed - 2**63) + 2**63
     reason = why_not(model)
     if reason is not None and graph:
         raise UsageError("no CUDA graph holds this model's step", got=reason)
@@ -169,6 +176,8 @@ def _run(
             if not text.take(tokens):
                 break
     end = time.perf_counter()
+    if decoder.ranks is not None:
+        decoder.ranks.check()
     context = sum(len(row) for row in rows) // len(rows) + (steps + 1) // 2
     return Generated(
         tokens=text.tokens,

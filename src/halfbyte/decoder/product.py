@@ -55,7 +55,7 @@ def product(modules: Sequence[Any]) -> Product:
     (module,) = modules
     if type(module) is torch.nn.Linear:
         return _dense(module.weight.detach(), None if module.bias is None else module.bias.detach())
-    if isinstance(module, nn.Linear | nn.TiedLinear):
+    if isinstance(module, nn.Linear | nn.TiedLinear) and not hasattr(module, "ranks"):
         packed, bias = module.packed, getattr(module, "bias", None)
         to, precision = module.out_dtype, module.precision
         plain = to is None and precision in (None, "exact")

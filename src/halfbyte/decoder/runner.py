@@ -56,7 +56,7 @@ class Runner:
         self._runs: dict[int, Callable[[], None]] = {1: self._step}
         self._arrivals: Any = None
         if decoder.device.type == "cuda":
-            self._arrivals = _Arrivals(self.state.log)
+            self._arrivals = _Arrivals(self.state.log, decoder.ranks)
         if graph:
             with torch.cuda.device(decoder.device):
                 self._capture()
@@ -147,8 +147,8 @@ class Runner:
 class _Arrivals:
     """Rows of a log on a GPU copied to the host, beside what computes the next ones."""
 
-    def __init__(self, log: Tensor) -> None:
-        self._log, self._stream = log, _cuda.Stream(log.device)
+    def __init__(self, log: Tensor, ranks: Any) -> None:
+        self._log, self._stream, self._ranks = log, _cuda.Stream(log.device), ranks
         self._host = torch.empty(log.shape, dtype=log.dtype, pin_memory=True)
         self._events: dict[int, Any] = {}
 
@@ -161,6 +161,10 @@ class _Arrivals:
 
     def take(self, row: int, count: int) -> list[list[int]]:
         """Rows that were sent, waiting for them."""
-        self._events.pop(row).synchronize()
+        event = self._events.pop(row)
+        if self._ranks is None:
+            event.synchronize()
+        else:
+            self._ranks.wait(event)
         tokens: list[list[int]] = self._host[row : row + count].tolist()
         return tokens

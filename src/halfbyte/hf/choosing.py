@@ -10,12 +10,22 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError
-from halfbyte.hf.fusing import experts_refusal
+from halfbyte.hf.fusing import experts_refusal, stacks_refusal
 from halfbyte.nn import Quantized
 from halfbyte.patterns import Patterns, reason_to_skip
 
-STACKS: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+STACKS: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 """Parameter of an experts module -> the layers that it holds for each expert."""
+
+
+def stacks_of(module: Any) -> dict[str, tuple[str, ...]]:
+    """Those that a module of experts has; empty for other modules."""
+    found = {
+        name: parts
+        for name, parts in STACKS.items()
+        if isinstance(held := module._parameters.get(name), Tensor) and held.ndim == 3
+    }
+    return found if len(found) == 2 and "down_proj" in found else {}
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ class Chosen:
             weight = module._parameters.get("weight")
             if isinstance(module, Quantized):
                 self.skipped[name] = "quantized already"
-            elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
+            elif stacks_of(module):
                 self._experts(name, module)
             elif weight is not None and weight.ndim == 2 and id(weight) not in done:
                 done.add(id(weight))
@@ -115,14 +125,14 @@ class Chosen:
 
     def _experts(self, name: str, module: Any) -> None:
         """Decide on the experts of one module: all of them or none."""
-        refusal = experts_refusal(module)
+        refusal = experts_refusal(module) or stacks_refusal(module)
         if refusal is not None:
             self.skipped[name] = refusal
             return
         layers = [
             Matrix(f"{name}.{e}.{part}", name, parameter, e, (i, len(parts)))
             for e in range(module.num_experts)
-            for parameter, parts in STACKS.items()
+            for parameter, parts in stacks_of(module).items()
             for i, part in enumerate(parts)
         ]
         reasons = {

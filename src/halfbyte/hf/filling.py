@@ -14,15 +14,17 @@ import torch
 from halfbyte import nn
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.errors import HalfbyteError, UsageError
-from halfbyte.hf.fusing import experts_of, packed_for
+from halfbyte.hf.fusing import experts_of, first_stack, packed_for
 from halfbyte.hf.names import Names
 from halfbyte.hf.pending import Pending
 from halfbyte.hf.plan import Layer, Stack, plan
 from halfbyte.hf.reading import read_dense, read_fp8, read_input_scale, read_stack, read_weight
 from halfbyte.hf.report import Entry, LoadReport
 from halfbyte.hf.saving import attach
+from halfbyte.hf.splitting import Part, Split
 from halfbyte.layouts import Packed
 from halfbyte.modules import Module, kv_format
+from halfbyte.parallel import Ranks
 from halfbyte.weight import Weight
 
 
@@ -32,12 +34,16 @@ class Options:
 
     Attributes:
         device: where all of the model goes; None where transformers says what goes where.
+        ranks: over which the model is split, or None.
+        dealt: whether experts are dealt to the ranks whole; else each rank has columns of all.
     """
 
     fuse: bool = True
     precision: str | None = None
     layout: str | None = None
     device: Any = None
+    ranks: Ranks | None = None
+    dealt: bool = False
 
 
 class Filling:
@@ -64,6 +70,8 @@ class Filling:
         self.names = Names(model)
         self.plan = plan(model, checkpoint, self.names, options.fuse)
         self.head = _path_of(model, model.get_output_embeddings())
+        self.split = Split(model, options.ranks, options.dealt) if options.ranks is not None else None
+        self.dense: dict[str, tuple[Part, Module]] = {}
         self.report = LoadReport(
             str(checkpoint.path), checkpoint.dialect_name, notes=self.plan.notes, kv=kv_format(checkpoint.headers)
         )
@@ -75,6 +83,9 @@ class Filling:
             sizes |= {layer.path: _size([layer.module]), **dict.fromkeys(layer.tied, 0)}
         for stack in self.plan.stacks:
             sizes[stack.path] = _size([part for parts in (*stack.gate_up, *stack.down) for part in parts])
+        if self.split is not None:
+            self.dense = self.split.dense(self.checkpoint, self.names, sizes)
+            sizes |= {path: _size([module]) for path, (_, module) in self.dense.items()}
         self.old = {path: self.model.get_submodule(path) for path in sizes}
         for path, size in sizes.items():
             _put(self.model, path, Pending(self.old[path], size))
@@ -101,6 +112,10 @@ class Filling:
                 self._layers(group)
             for stack in self.plan.stacks:
                 self._experts(stack)
+            for path, (part, module) in self.dense.items():
+                self._dense(path, part, module)
+        if self.split is not None:
+            self.split.settle()
         self.report.kept = {t.name: read_dense(self.checkpoint, t) for t in self.plan.kept}
         self.report.entries += [Entry("", "dense", "", "", device, size) for device, size in sizes.items()]
         self.report.seconds = time.perf_counter() - self.started
@@ -111,26 +126,31 @@ class Filling:
         """Cast what transformers 5.17 leaves in the dtype of the file: in quantized models, all that it renamed."""
         kept = self.model._get_dtype_plan(self.dtype)  # patterns of what stays float32
         for key in self.plan.renamed:
+            if key.rpartition(".")[0] in self.dense:
+                continue
             tensor = self.model.get_parameter_or_buffer(key)
             own = (dtype for pattern, dtype in kept.items() if re.search(pattern.replace("*", ".*"), key))
             tensor.data = tensor.data.to(next(own, self.names.tensors[key].dtype))
 
     def _layers(self, group: list[Layer]) -> None:
         """One layer, or those that become one product."""
-        first, modules = group[0], [layer.module for layer in group]
+        first, split = group[0], self.split
+        both = [(None, layer.module) if split is None else split.layer(layer) for layer in group]
+        part, modules = both[0][0], [module for _, module in both]
         device = self._device(first.path)
         if any(self._device(layer.path) != device for layer in group):
             self.report.notes.append(f"{first.path} and those beside it are on several devices, so not one product")
             for layer in group:
                 self._layers([layer])
             return
-        biases = [layer.bias and read_dense(self.checkpoint, layer.bias, self.dtype, device) for layer in group]
+        stored = [layer.bias and module.roles["bias"] for layer, module in zip(group, modules, strict=True)]
+        biases = [bias and read_dense(self.checkpoint, bias, self.dtype, device) for bias in stored]
         own = self._own(first.path)
         if first.module.kind == "fp8":
-            fp8 = read_fp8(self.checkpoint, first.module, device)
+            fp8 = read_fp8(self.checkpoint, modules[0], device)
             if own["precision"] != "fp8" or fp8.block is not None:
                 own["precision"] = None
-            self._put(first, nn.Fp8Linear(fp8, biases[0], **own))
+            self._put(first, self._joined(nn.Fp8Linear(fp8, biases[0], **own), part))
             return
         inputs = [read_input_scale(self.checkpoint, module) for module in modules]
         one = inputs[0] if len(set(inputs)) == 1 else None
@@ -139,16 +159,38 @@ class Filling:
         if first.embedding:
             self._put(first, nn.Embedding(packed, dtype=self.dtype))
         elif len(group) == 1:
-            self._put(first, nn.Linear(packed, biases[0], **own))
+            self._put(first, self._joined(nn.Linear(packed, biases[0], **own), part))
         else:
             sizes = [module.shape[0] for module in modules]
             made = nn.Group(packed, sizes, biases, **own, input_scales=inputs if len(set(inputs)) > 1 else None)
-            for layer, part in zip(group, made.parts(), strict=True):
-                self._put(layer, part)
+            for layer, place in zip(group, made.parts(), strict=True):
+                self._put(layer, place)
+
+    def _joined(self, made: Any, part: Part | None) -> Any:
+        """A layer that exchanges with other ranks where its part needs it."""
+        if part is not None and self.split is not None:
+            part.join(made, self.split.ranks)
+        return made
+
+    def _dense(self, path: str, part: Part, module: Module) -> None:
+        """A dense layer of which this rank has a part."""
+        device, dtype = self._device(path), self.names.tensors[f"{path}.weight"].dtype
+        weight = read_dense(self.checkpoint, module.roles["data"], dtype, device)
+        made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in module.roles, device="meta")
+        made.weight = torch.nn.Parameter(weight, requires_grad=False)
+        if "bias" in module.roles:
+            made.bias = torch.nn.Parameter(read_dense(self.checkpoint, module.roles["bias"], dtype, device), False)
+        self._joined(made, part)
+        size = sum(t.nbytes for t in made.parameters())
+        self.report.entries.append(Entry(path, "dense", type(made).__name__, "", str(device), size))
+        self._replace(path, made)
 
     def _experts(self, stack: Stack) -> None:
-        device, stacks = self._device(stack.path), []
-        for name, layers in (("gate_up_proj", stack.gate_up), ("down_proj", stack.down)):
+        device, stacks, count = self._device(stack.path), [], len(stack.down)
+        first = first_stack(self.old[stack.path])
+        if self.split is not None:
+            stack = self.split.stack(stack)
+        for name, layers in ((first, stack.gate_up), ("down_proj", stack.down)):
             inputs = [{read_input_scale(self.checkpoint, part) for part in parts} for parts in layers]
             one: Any = None
             if all(len(scales) == 1 and None not in scales for scales in inputs):
@@ -158,7 +200,20 @@ class Filling:
                 self.report.notes.append(f"{stack.path}.{name}: {note}")
             weight = read_stack(self.checkpoint, layers).torch(device).replace(input_scale=one)
             stacks.append(self._packed(f"{stack.path}.{name}", weight))
-        self._put(stack, experts_of(self.old[stack.path], *stacks))
+        biases = [self._bias(layers, device) for layers in (stack.gate_up, stack.down)]
+        made = experts_of(self.old[stack.path], stacks[0], stacks[1], biases)
+        if self.split is not None:
+            self.split.experts(made, count)
+        self._put(stack, made)
+
+    def _bias(self, experts: list[tuple[Module, ...]], device: torch.device) -> Any:
+        """(E, N) of the layers of each expert, None where they have none."""
+        if not experts or "bias" not in experts[0][0].roles:
+            return None
+        rows = (
+            [read_dense(self.checkpoint, part.roles["bias"], self.dtype, device) for part in parts] for parts in experts
+        )
+        return torch.stack([torch.cat(row) for row in rows])
 
     def _packed(self, path: str, weight: Weight) -> Packed:
         try:

@@ -8,6 +8,9 @@ from typing import Any, Final
 import torch
 
 from halfbyte import gpu
+from halfbyte.kernels.experts import SWIGLU, Mixture
+from halfbyte.kernels.experts_torch import activated
+from halfbyte.kernels.step import ACTIVATIONS as STEP_ACTIVATIONS
 from halfbyte.layouts import Fragments, Layout, Packed, Rows, parse
 from halfbyte.nn import Experts
 from halfbyte.patterns import SIBLINGS, has_two_inputs
@@ -64,26 +67,70 @@ def packed_for(weight: Weight, layout: Layout | str | None, dtype: Any) -> tuple
     return Rows().pack(weight), f"rows instead of {best.key}: {reason}"
 
 
+LIMITS: Final = ("limit", "swiglu_limit")
+"""What classes of transformers call the limit of gate and up."""
+
+
+def first_stack(old: Any) -> str:
+    """The parameter that is multiplied first in a module of transformers that holds experts."""
+    return "gate_up_proj" if getattr(old, "has_gate", True) else "up_proj"
+
+
 def experts_refusal(old: Any) -> str | None:
     """Why a module of transformers that holds experts cannot be replaced by ``halfbyte.nn.Experts``; None if it can."""
-    if not all(hasattr(old, name) for name in ("gate_up_proj", "down_proj", "act_fn", "num_experts")):
-        return f"{type(old).__name__} has no gate_up_proj, down_proj, act_fn and num_experts"
-    traits = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-    for name, needed in (traits | {"has_post_expert_norm": False}).items():
+    how = _how(old)
+    return how if isinstance(how, str) else None
+
+
+def stacks_refusal(old: Any) -> str | None:
+    """Why the dense stacks of such a module are not quantized where they are; None if they can be."""
+    for name, needed in {"has_bias": False, "is_transposed": False, "is_concatenated": True}.items():
         if getattr(old, name, needed) is not needed:
             return f"{type(old).__name__} has {name}={getattr(old, name)}"
-    gate = getattr(type(old), "_apply_gate", None)
-    if gate is not None and gate.__name__ != "_default_apply_gate":
-        return f"{type(old).__name__} has a gate of its own"
-    if type(old.act_fn).__name__ not in ACTIVATIONS:
-        return f"the activation {type(old.act_fn).__name__} is not known"
     return None
 
 
-def experts_of(old: Any, gate_up: Packed, down: Packed) -> Experts:
-    """What takes the place of a module that ``experts_refusal`` lets pass.
+def experts_of(old: Any, gate_up: Packed, down: Packed, biases: Any = (None, None)) -> Experts:
+    """What takes the place of a module that ``experts_refusal`` lets pass, gate before up.
 
     An index of ``num_experts`` or more names no expert there, and is skipped.
     """
-    activation = ACTIVATIONS[type(old.act_fn).__name__]
-    return Experts(gate_up, down, activation=activation, padding=True)
+    how = _how(old)
+    assert isinstance(how, dict)
+    return Experts(gate_up, down, padding=True, gate_up_bias=biases[0], down_bias=biases[1], **how)
+
+
+def _how(old: Any) -> dict[str, Any] | str:
+    """How experts of transformers compute, as options of Experts; or why that is not known."""
+    kind, needed = type(old).__name__, (first_stack(old), "down_proj", "num_experts")
+    if not all(hasattr(old, name) for name in needed):
+        return f"{kind} has no {', '.join(needed[:-1])} and {needed[-1]}"
+    if getattr(old, "has_post_expert_norm", False):
+        return f"{kind} normalizes the results of its experts"
+    gated = first_stack(old) == "gate_up_proj"
+    gate = getattr(type(old), "_apply_gate", None)
+    if gated and gate is not None and gate.__name__ != "_default_apply_gate":
+        return _recognised(old) or f"{kind} has a gate of its own that is not known"
+    if not getattr(old, "is_concatenated", True):
+        return f"{kind} has gate and up in turns, and no gate of its own"
+    activation = type(getattr(old, "act_fn", None)).__name__
+    if activation not in ACTIVATIONS:
+        return f"the activation {activation} is not known"
+    return {"activation": ACTIVATIONS[activation], "gated": gated}
+
+
+def _recognised(old: Any) -> dict[str, Any] | None:
+    """The activation and limit that do what a gate of transformers' own does to some numbers; None if there is none."""
+    stated = (getattr(where, name, None) for where in (old, getattr(old, "config", None)) for name in LIMITS)
+    limits = sorted({float(found) for found in stated if found is not None})
+    tried = torch.linspace(-2, 2, 97) * max(12.0, *limits)
+    both = torch.stack((tried.repeat_interleave(97), tried.repeat(97)), -1)
+    meant = old._apply_gate(both).reshape(-1)
+    for limit in (None, *limits):
+        for activation in (*STEP_ACTIVATIONS, SWIGLU):
+            mixture = Mixture(
+                activation=activation, limit=limit, gate_up_order="concatenated", experts=0, local=(), padding=True
+            )
+            if torch.allclose(activated(both, mixture).reshape(-1), meant, rtol=1e-5, atol=1e-5):
+                return {"activation": activation, "limit": limit}
+    return None

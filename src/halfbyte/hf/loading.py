@@ -16,6 +16,7 @@ from halfbyte.errors import FormatError, UsageError
 from halfbyte.hf.filling import Options
 from halfbyte.hf.quantizer import METHOD, HalfbyteConfig
 from halfbyte.modules import quant_section
+from halfbyte.parallel import Ranks
 
 _REFUSED: Final = {
     "subfolder": "pass the path of the folder itself",
@@ -25,7 +26,7 @@ _REFUSED: Final = {
     "revision": "download it, and pass the directory",
     "variant": "pass a directory that holds one checkpoint",
     "key_mapping": "tensors go by the names of the checkpoint",
-    "tp_plan": "pass device_map",
+    "tp_plan": "pass a mesh",
 }
 
 
@@ -37,6 +38,8 @@ def from_pretrained(
     fuse: bool = True,
     precision: str | None = None,
     layout: str | None = None,
+    mesh: Any = None,
+    expert_parallel: bool = False,
     **options: Any,
 ) -> Any:
     """Load a model of transformers from an NVFP4 checkpoint of any dialect that is read; its weights stay packed.
@@ -49,6 +52,9 @@ def from_pretrained(
         precision: of the products of NVFP4 layers; see ``halfbyte.linear``.
         layout: the key of a layout for all NVFP4 layers; by default "fragments" of the model's dtype on an NVIDIA GPU
             where Triton is at hand, else "rows".
+        mesh: of one axis, as ``halfbyte.parallel.start`` gives it: the model is split over its ranks, by the plan that
+            transformers has for its class. Each rank reads its part of the weights alone. The ranks call this together.
+        expert_parallel: with a mesh, whether experts are dealt to the ranks whole; else each rank has columns of all.
         options: what transformers' ``from_pretrained`` takes beside.
 
     Returns:
@@ -66,8 +72,16 @@ def from_pretrained(
     folder, section = _located(path, bool(options.get("local_files_only")))
     trusted = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
     config = options.pop("config", None) or _config(folder, trusted)
-    device = _one_device(device_map)
-    config.quantization_config = HalfbyteConfig(section, METHOD, Options(fuse, precision, layout, device))
+    device, ranks = _one_device(device_map), None
+    if mesh is not None:
+        if device_map is not None:
+            raise UsageError("a mesh tells the device of each rank", got="device_map, too", hint="pass mesh alone")
+        ranks = Ranks.of(mesh)
+        device = ranks.device
+    elif expert_parallel:
+        raise UsageError("experts are dealt to the ranks of a mesh", hint="pass mesh, too")
+    how = Options(fuse, precision, layout, device, ranks, expert_parallel)
+    config.quantization_config = HalfbyteConfig(section, METHOD, how)
     if dtype is not None:
         options["dtype"] = dtype
     if device is None:

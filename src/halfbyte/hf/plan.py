@@ -13,7 +13,7 @@ import torch
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.errors import UsageError, few
 from halfbyte.experts import SPELLED, expand, numbered
-from halfbyte.hf.fusing import experts_refusal, siblings
+from halfbyte.hf.fusing import experts_refusal, first_stack, siblings
 from halfbyte.hf.names import Names
 from halfbyte.modules import Module, refuse_broken
 from halfbyte.stored import Stored
@@ -47,13 +47,13 @@ class Stack:
 
     Attributes:
         path: of the module in the model.
-        gate_up: for each expert its layers gate and up.
+        gate_up: for each expert its layers gate and up, or up alone where there is no gate.
         down: for each expert its layer down.
     """
 
     path: str
-    gate_up: list[tuple[Module, Module]]
-    down: list[tuple[Module]]
+    gate_up: list[tuple[Module, ...]]
+    down: list[tuple[Module, ...]]
 
 
 @dataclass
@@ -134,11 +134,13 @@ class _Planner:
         main = _main(module)
         self.made.kept += [tensor for role, tensor in module.roles.items() if role in KV_SCALES]
         self.left += module.unknown
+        if not place.keys and (parent := self._of_an_expert(name)) is not None:
+            self._expert(module, (f"{parent}.down_proj",), main)
+            return
         if not place.keys:
             if self._outside(name):
                 self.made.notes.append(f"left out, since the class has no such head: {main}")
                 return
-            self._refuse_experts(name, main)
             raise UsageError(
                 "no module of the model uses this tensor",
                 tensor=main,
@@ -178,17 +180,14 @@ class _Planner:
         if tuple(got) != tuple(needed):
             raise UsageError("the tensor does not fit the model", tensor=name, got=tuple(got), expected=tuple(needed))
 
-    def _refuse_experts(self, name: str, main: str) -> None:
-        """UsageError with the reason where a model has experts of this name, and no place for them."""
+    def _of_an_expert(self, name: str) -> str | None:
+        """The model's module that holds the expert of a layer, where transformers has no such name for the latter."""
         single = numbered(name.removesuffix(".weight"))
-        if single is None:
-            return
         try:
-            reason = experts_refusal(self.model.get_submodule(single[0]))
+            found = None if single is None else self.model.get_submodule(single[0])
         except AttributeError:
-            return
-        if reason is not None:
-            raise UsageError(f"these experts cannot be replaced: {reason}", tensor=main)
+            return None
+        return single[0] if single is not None and hasattr(found, "num_experts") else None
 
     def _expert(self, module: Module, keys: tuple[str, ...], main: str) -> None:
         path = keys[0].rpartition(".")[0]
@@ -197,8 +196,11 @@ class _Planner:
         reason = experts_refusal(self.model.get_submodule(path))
         if reason is not None:
             raise UsageError(f"these experts cannot be replaced: {reason}", tensor=main)
-        if (bias := module.roles.get("bias")) is not None:
+        biased = getattr(self.model.get_submodule(path), "has_bias", False)
+        if (bias := module.roles.get("bias")) is not None and not biased:
             raise UsageError("the checkpoint has a bias and the model's experts none", tensor=bias.name)
+        if bias is None and biased:
+            raise UsageError("the model's experts have a bias and the checkpoint none", tensor=module.member("bias"))
         for part in expand(module):
             found = numbered(part.name)
             role = SPELLED.get(found[2], found[2]) if found else None
@@ -208,8 +210,11 @@ class _Planner:
 
     def _stack(self, path: str, parts: dict[tuple[int, str], Module]) -> None:
         old = self.model.get_submodule(path)
-        n, k = old.gate_up_proj.shape[-2:]
-        shapes = {"gate_proj": (n // 2, k), "up_proj": (n // 2, k), "down_proj": tuple(old.down_proj.shape[-2:])}
+        first = first_stack(old)
+        turned = -1 if getattr(old, "is_transposed", False) else 1
+        n, k = getattr(old, first).shape[-2:][::turned]
+        halves = ("gate_proj", "up_proj") if first == "gate_up_proj" else ("up_proj",)
+        shapes = dict.fromkeys(halves, (n // len(halves), k)) | {"down_proj": tuple(old.down_proj.shape[-2:][::turned])}
         made = Stack(path, [], [])
         for expert in range(old.num_experts):
             found = {role: parts.pop((expert, role), None) for role in shapes}
@@ -217,14 +222,15 @@ class _Planner:
                 if part is None:
                     raise UsageError("an expert has no data", tensor=f"{path}.{expert}.{role}")
                 self._fits(_main(part), part.shape, shapes[role])
-            gate, up, down = (part for part in found.values() if part is not None)
-            made.gate_up.append((gate, up))
+            *both, down = (part for part in found.values() if part is not None)
+            made.gate_up.append(tuple(both))
             made.down.append((down,))
         if parts:
             extra = _main(next(iter(parts.values())))
             raise UsageError("the model has no such expert", tensor=extra, expected=f"{old.num_experts} experts")
         self.made.stacks.append(made)
-        self.filled |= {f"{path}.gate_up_proj", f"{path}.down_proj"}
+        biases = ("", "_bias") if getattr(old, "has_bias", False) else ("",)
+        self.filled |= {f"{path}.{stack}{end}" for stack in (first, "down_proj") for end in biases}
 
     def _dense(self, tensor: Stored) -> None:
         place = self.names.of(tensor.name)

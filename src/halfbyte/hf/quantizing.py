@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from halfbyte import gpu
 from halfbyte.errors import HalfbyteError, QuantizeError, UsageError
-from halfbyte.hf.choosing import STACKS, Chosen, Matrix
+from halfbyte.hf.choosing import Chosen, Matrix, stacks_of
 from halfbyte.hf.fusing import experts_of, packed_for, siblings
 from halfbyte.hf.quantizer import mark
 from halfbyte.hf.report import QuantizedLayer, QuantizeModelReport
@@ -189,8 +189,8 @@ class _Run:
 
     def _replace_experts(self, name: str) -> None:
         old = self._model.get_submodule(name)
-        packed = {}
-        for parameter, parts in STACKS.items():
+        packed = []
+        for parameter, parts in stacks_of(old).items():
             whole = getattr(old, parameter)
             layers = [
                 Matrix(f"{name}.{e}.{part}", name, parameter, e, (i, len(parts)))
@@ -198,9 +198,10 @@ class _Run:
                 for i, part in enumerate(parts)
             ]
             weight = self._stacked(f"{name}.{parameter}", whole, layers)
-            packed[parameter], note = packed_for(weight, self._layout, whole.dtype)
+            made, note = packed_for(weight, self._layout, whole.dtype)
+            packed.append(made)
             self._noted(f"{name}.{parameter}", note)
-        self._put(name, experts_of(old, packed["gate_up_proj"], packed["down_proj"]))
+        self._put(name, experts_of(old, *packed))
 
     def _stacked(self, name: str, whole: Tensor, layers: Iterable[Matrix]) -> Weight:
         """The layers of all experts of a parameter (E, N, K) as one weight."""

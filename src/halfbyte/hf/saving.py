@@ -177,8 +177,8 @@ class _Content:
         for name, holder in holders.items():
             if (bias := getattr(holder, "bias", None)) is not None:
                 state[f"{name}.bias"] = bias.detach()
-            elif isinstance(holder, Experts) and next(holder.parameters(), None) is not None:
-                raise UsageError("biases of experts cannot be saved", tensor=name)
+            elif isinstance(holder, Experts):
+                state |= {f"{name}.{layer}.bias": bias for layer, bias in holder.biases()}
         state = revert_weight_conversion(self._model, remove_tied_weights_from_state_dict(state, self._model))
         return state | dict(getattr(self._report, "kept", {}))
 
@@ -206,15 +206,16 @@ def _disk_names(model: Any, names: Sequence[str]) -> dict[str, str]:
     renamed = revert_weight_conversion(model, {f"{name}.weight": t for name, t in plain.items()})
     keys = {id(t): key.removesuffix(".weight") for key, t in renamed.items()}
     disk = {name: keys.get(id(t), name) for name, t in plain.items()}
-    for name in experts:
+    for name, held in experts.items():
         count = 1 + max(number for parent, number, _ in of.values() if parent == name)
-        disk |= _expert_names(model, name, count)
+        disk |= _expert_names(model, name, count, held.mixture.gated)
     return {name: disk.get(name, name) for name in names}
 
 
-def _expert_names(model: Any, name: str, count: int) -> dict[str, str]:
+def _expert_names(model: Any, name: str, count: int, gated: bool) -> dict[str, str]:
     """The same for the layers of ``count`` experts, which checkpoints store one by one."""
-    sizes = {"gate_up_proj": (count, 2, 1), "down_proj": (count, 1, 1)}
+    first = {"gate_up_proj": (count, 2, 1)} if gated else {"up_proj": (count, 1, 1)}
+    sizes = first | {"down_proj": (count, 1, 1)}
     whole = {f"{name}.{part}": torch.empty(size, device="meta") for part, size in sizes.items()}
     disk = [key.removesuffix(".weight") for key in revert_weight_conversion(model, whole)]
     found = {key: numbered(key) for key in disk}

@@ -19,11 +19,13 @@ from halfbyte.kernels import (
     reference,
     routing,
     step_torch,
+    w4a4,
 )
 from halfbyte.kernels.attention_base import AttentionArgs, AttentionCall
 from halfbyte.kernels.base import A, AnyCall, C, Call, Cost, Kernel, LinearArgs
 from halfbyte.kernels.cpu import dense as cpu_dense
 from halfbyte.kernels.cpu import exact, panels
+from halfbyte.kernels.cpu import experts as cpu_experts
 from halfbyte.kernels.cpu import int8 as cpu_int8
 from halfbyte.kernels.cpu import step as cpu_step
 from halfbyte.kernels.cuda import (
@@ -33,15 +35,21 @@ from halfbyte.kernels.cuda import (
     decode,
     decode_gluon,
     experts_decode,
+    experts_fp8,
+    experts_gemm,
+    experts_triton,
     fp8_gluon,
     gemm,
     gemm_gluon,
+    grouped_gluon,
+    grouped_triton,
     scaled_mm,
 )
 from halfbyte.kernels.cuda import embedding as cuda_embedding
 from halfbyte.kernels.cuda import pick as cuda_pick
 from halfbyte.kernels.cuda import routing as cuda_routing
 from halfbyte.kernels.cuda import step as cuda_step
+from halfbyte.kernels.cuda import w4a4 as cuda_w4a4
 from halfbyte.kernels.dense import DenseArgs
 from halfbyte.kernels.descriptors import TensorDesc
 from halfbyte.kernels.embedding import EmbeddingArgs, EmbeddingCall
@@ -55,6 +63,7 @@ from halfbyte.kernels.int8 import Int8Args, Int8Call
 from halfbyte.kernels.pick import PickArgs
 from halfbyte.kernels.routing import RouteArgs
 from halfbyte.kernels.step import AddNormArgs, AttendArgs, GateArgs
+from halfbyte.kernels.w4a4 import W4a4Args, W4a4Call
 
 KERNELS: tuple[Kernel[Any, Any], ...] = (
     decode_gluon.GLUON,
@@ -73,8 +82,14 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     embedding.NUMPY,
     decode_gluon.GATED,
     gated.COMPOSED,
+    cpu_experts.EXPERTS,
     experts_decode.GLUON,
+    experts_gemm.GLUON,
+    experts_fp8.GLUON,
+    experts_triton.TRITON,
     experts_torch.LOOP,
+    grouped_gluon.GLUON,
+    grouped_triton.TRITON,
     grouped.LOOP,
     cuda_step.ADD_NORM,
     attend_gluon.GLUON,
@@ -99,6 +114,8 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     scaled_mm.TORCH,
     fp8.TORCH,
     fp8.NUMPY,
+    cuda_w4a4.TORCH,
+    w4a4.COMPOSED,
     attention.LLM_TORCH,
     attention.LLM_NUMPY,
     attention.LLM_PAGED_TORCH,
@@ -142,6 +159,8 @@ __all__ = [
     "RouteArgs",
     "TensorDesc",
     "VitFmha",
+    "W4a4Args",
+    "W4a4Call",
     "forced",
     "ordered",
     "preflight",

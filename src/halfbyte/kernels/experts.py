@@ -33,7 +33,7 @@ SWIGLU: Final = "swigluoai"
 """gpt-oss: ``(up + 1) * gate * sigmoid(1.702 * gate)``."""
 SWIGLU_ALPHA: Final = 1.702
 NULL: Final = ("refuse", "skip")
-PRECISIONS: Final = ("exact", "fp8")
+PRECISIONS: Final = ("exact", "fp8", "w4a4")
 _MANY: Final = 256
 """Ids from which on torch looks for the least and the largest faster than Python goes through them."""
 
@@ -122,7 +122,7 @@ class ExpertsCall(Call):
         down_layout: of down.
         down_per_row: its scale2 differs by output feature.
         down_bias: a bias is added to its results.
-        precision: "exact" or "fp8".
+        precision: of ``PRECISIONS``.
     """
 
     op: str = "experts"

@@ -28,8 +28,10 @@ from halfbyte.kernels.experts import (
 from halfbyte.kernels.fp8 import Fp8Args
 from halfbyte.kernels.grouped import expert_of
 from halfbyte.kernels.step_torch import activation_of
+from halfbyte.kernels.w4a4 import W4a4Args
 from halfbyte.layouts import Packed
 
+_BUNDLES: Final[dict[str, Any]] = {"exact": LinearArgs, "fp8": Fp8Args, "w4a4": W4a4Args}
 _COPIED: Final = 3
 """How often the bytes of an expert that is gathered are moved: read, written, and read again."""
 
@@ -60,7 +62,7 @@ def _product(x: Any, weight: Packed, bias: Any, precision: str) -> Any:
     from halfbyte.kernels import select
 
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
-    bundle: Any = LinearArgs if precision == "exact" else Fp8Args
+    bundle = _BUNDLES[precision]
     if x.shape[0]:
         args = bundle(x=x, weight=weight, bias=bias, out=out)
         select(bundle, args.call()).run(args)

@@ -217,6 +217,20 @@ class Experts(Quantized):
             down: Any = self.down.packed.expert(place).unpack()
             yield f"{e}.down_proj", down
 
+    def biases(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of each expert's layers, such as ("7.up_proj", bias), where there are any."""
+        order = self.mixture.gate_up_order
+        for place, e in enumerate(self.mixture.local):
+            if self.gate_up.bias is not None:
+                own = self.gate_up.bias.detach()[place]
+                if self.mixture.gated:
+                    gate, own = (own[::2], own[1::2]) if order == "interleaved" else own.chunk(2)
+                    gate, own = (own, gate) if order == "up_first" else (gate, own)
+                    yield f"{e}.gate_proj", gate
+                yield f"{e}.up_proj", own
+            if self.down.bias is not None:
+                yield f"{e}.down_proj", self.down.bias.detach()[place]
+
     def form(self, top: int) -> ExpertsForm:
         """What decides which kernel runs where a token has ``top`` experts, for ``halfbyte.plan``."""
         gate_up, down = (

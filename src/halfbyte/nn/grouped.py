@@ -30,8 +30,8 @@ class Group(Linear):
         bias: of all rows as for Linear, or a list with that of each layer, None for one without.
         out_dtype: as for Linear.
         precision: as for Linear.
-        input_scales: of each layer, where they differ: floats, None for a layer without. No product needs them; they
-            are kept for ``weights``.
+        input_scales: of each layer, where they differ: floats, None for a layer without. They are kept for
+            ``weights``; a product that needs them (precision "w4a4") is refused.
 
     Raises:
         UsageError: sizes that do not add up, and as Linear.
@@ -55,7 +55,7 @@ class Group(Linear):
         biases = bias if isinstance(bias, list | tuple) else [bias] * len(own)
         whole = _joined(own, biases) if isinstance(bias, list | tuple) else bias
         super().__init__(packed, whole, out_dtype=out_dtype, precision=precision)
-        self.sizes, self.starts = own, (0, *accumulate(own))[:-1]
+        self.resize(own)
         self.biased = tuple(each is not None for each in biases)
         kept = None
         if input_scales is not None:
@@ -63,7 +63,15 @@ class Group(Linear):
                 raise UsageError("the input scales do not fit the layers", got=len(input_scales), expected=len(own))
             numbers = [float("nan") if scale is None else float(scale) for scale in input_scales]
             kept = torch.tensor(numbers, dtype=torch.float32, device=self.held()["scale2"].device)
+            if precision == "w4a4":
+                raise UsageError(
+                    "layers of different input scales are no one product in W4A4", got=numbers, hint="pass fuse=False"
+                )
         self.register_buffer("input_scales", kept)
+
+    def resize(self, sizes: Sequence[int]) -> None:
+        """Say how many rows of each layer there are, where the weight was replaced."""
+        self.sizes, self.starts = tuple(sizes), (0, *accumulate(sizes))[:-1]
         self._shared: tuple[Any, Any, dict[int, Tensor]] | None = None
         self._traced: tuple[Any, ...] | None = None
 
@@ -184,10 +192,18 @@ class Part(Quantized):
             self.group = group
         else:
             self.__dict__["group"] = group  # not registered as a child
-        self.out_features, self.in_features = group.sizes[i], group.in_features
-        start = group.starts[i]
-        self._cuts = _cuts(group.layout, group.shape, start, start + self.out_features)
+        self.in_features = group.in_features
         self._own: tuple[Packed, Packed] | None = None
+
+    @property
+    def out_features(self) -> int:
+        """N of this layer."""
+        return self.group.sizes[self.index]
+
+    @property
+    def _cuts(self) -> dict[str, tuple[int, int]] | None:
+        start = self.group.starts[self.index]
+        return _cuts(self.group.layout, self.group.shape, start, start + self.out_features)
 
     @property
     def layout(self) -> Layout:
@@ -211,13 +227,14 @@ class Part(Quantized):
     def packed(self) -> Packed:
         """This layer's weight in the group's layout: views of the group's buffers if ``is_view``, else a copy."""
         whole = self.group.packed
-        if self._cuts is None:
-            unpacked: Any = whole.unpack()
-            start = self.group.starts[self.index]
-            return whole.layout.pack(unpacked.rows(start, start + self.out_features))
         if self._own is None or self._own[0] is not whole:
+            cuts = self._cuts
+            if cuts is None:
+                unpacked: Any = whole.unpack()
+                start = self.group.starts[self.index]
+                return whole.layout.pack(unpacked.rows(start, start + self.out_features))
             shape = self.out_features, self.in_features
-            self._own = whole, Packed(whole.layout, shape, _cut(whole.buffers(), self._cuts))
+            self._own = whole, Packed(whole.layout, shape, _cut(whole.buffers(), cuts))
         return self._own[1]
 
     def weight(self) -> Weight:
@@ -247,7 +264,7 @@ class Part(Quantized):
     def _alone(self, x: Tensor) -> Tensor:
         """The product with this layer's rows, which no other part shares."""
         group = self.group
-        if self._cuts is None:
+        if self._own is None and self._cuts is None:
             return group._own(group(x), self.index)
         y: Tensor = linear(x, self.packed, self.bias, out_dtype=group.out_dtype, precision=group.precision)
         return y

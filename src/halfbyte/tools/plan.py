@@ -17,10 +17,20 @@ from halfbyte.layouts import parse
 from halfbyte.modules import refuse_broken
 from halfbyte.plans import Plan, ceiling, least
 from halfbyte.plans import plan as plan_call
-from halfbyte.products import PARTS, Product, cache_bytes, products, taken_by_a_token, touched
+from halfbyte.products import (
+    PARTS,
+    Product,
+    cache_bytes,
+    is_summed,
+    number,
+    on_a_rank,
+    products,
+    taken_by_a_token,
+    touched,
+)
 
 TOKENS: Final = (1, 16, 512)
-PRECISIONS: Final = ("exact", "int8", "fp8")
+PRECISIONS: Final = ("exact", "int8", "fp8", "w4a4")
 DTYPES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Of activations, and bytes of a value."""
 ACTIVATIONS: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
@@ -38,6 +48,8 @@ def plan(
     dtype: str | None = None,
     layout: str | None = None,
     fuse: bool = True,
+    ranks: int = 1,
+    expert_parallel: bool = False,
 ) -> Report:
     """Tell, of a checkpoint that is loaded nowhere, which kernels would run it.
 
@@ -45,16 +57,18 @@ def plan(
         path: a directory, a file, or a hub name.
         device: as for ``halfbyte.plan``: "cpu", "cuda", or "cuda:sm_90" for a GPU that need not be here.
         tokens: numbers of tokens in a step.
-        precision: "exact", "int8" or "fp8".
+        precision: "exact", "int8", "fp8" or "w4a4".
         dtype: of activations; by default the config's, or bfloat16.
         layout: of NVFP4 weights; by default "fragments" on a GPU and "rows" elsewhere.
         fuse: q, k and v run as one product, and gate and up.
+        ranks: over which the model is split by tensor parallelism; products and memory are those of one of them.
+        expert_parallel: experts are dealt to the ranks whole; else each rank has columns of all.
 
     Returns:
         A report; its facts are "path", "dialect", "device", "gpu", "read" (bytes a second that the GPU reads at most),
-        "precision", "dtype", "fused", "tokens", "layers" (each with "plans", one for each number of tokens), "steps"
-        (one for each number of tokens), "memory" (bytes by what they are for) and "notes". Times are in seconds, and
-        None where nothing is known.
+        "precision", "dtype", "fused", "ranks", "tokens", "layers" (each with "plans", one for each number of tokens),
+        "steps" (one for each number of tokens), "memory" (bytes by what they are for) and "notes". Times are in
+        seconds, and None where nothing is known.
 
     Raises:
         FormatError: a checkpoint whose headers cannot be read or are not sound.
@@ -64,6 +78,8 @@ def plan(
         UsageError: an option that is not known.
     """
     counts = _checked(tokens, precision, dtype, layout)
+    if not 1 <= ranks <= 1024 or (expert_parallel and ranks == 1):
+        raise UsageError("ranks are from 1 to 1024, and experts are dealt to 2 or more", got=ranks)
     with open_checkpoint(path) as checkpoint:
         checkpoint.require_readable()
         for module in checkpoint.modules:
@@ -76,7 +92,11 @@ def plan(
                 got=checkpoint.dialect_name,
                 hint="halfbyte quantize makes an NVFP4 checkpoint of a dense one",
             )
+        if ranks > 1:
+            listed = on_a_rank(listed, ranks, checkpoint.config, expert_parallel)
         planner = _Planner(checkpoint, listed, device, precision, dtype, layout)
+        if ranks > 1:
+            planner.split(ranks, expert_parallel)
         layers = [layer for layer in (planner.layer(*ones, counts=counts) for ones in planner.paired()) if layer]
         steps = [planner.step(layers, i, count) for i, count in enumerate(counts)]
         facts: dict[str, Any] = {
@@ -88,6 +108,7 @@ def plan(
             "precision": precision,
             "dtype": planner.dtype,
             "fused": fuse,
+            "ranks": ranks,
             "tokens": counts,
             "layers": layers,
             "steps": steps,
@@ -129,11 +150,24 @@ class _Planner:
         stated = self.config.get("dtype", self.config.get("torch_dtype"))
         self.dtype = dtype or (stated if stated in DTYPES else "bfloat16")
         self.listed = listed
+        self.ranks, self.sums = 1, 0
         self.notes: list[str] = []
         self.library: Any = None if self.kind == "cuda" else _library(self.notes)
         self.taken = taken_by_a_token(self.config)
+        self.hidden = number(self.config, "hidden_size") or 0
         self.run = self._run()
         self._say()
+
+    def split(self, ranks: int, dealt: bool) -> None:
+        """Say what is between the ranks, and count what a rank's experts are asked for."""
+        self.ranks = ranks
+        if dealt and self.taken is not None:
+            self.taken = ceil(self.taken / ranks)
+        self.sums = sum(one.count for one in self.run if is_summed(one) and one.role == "linear")
+        self.sums += len({one.name.rpartition(".")[0] for one in self.run if is_summed(one) and one.role == "experts"})
+        self.notes.append("products and memory are those of one rank; what the ranks exchange takes time of its own")
+        if self.tied:
+            self.notes.append("a head that is tied to the embedding is whole on every rank")
 
     def _run(self) -> list[Product]:
         """What a step of the language model computes; a head that is tied to the embedding is added."""
@@ -180,7 +214,8 @@ class _Planner:
         if one.kind == "fp8":
             return Form(shape=one.shape, kind="fp8", per_row=one.per_row, pre_scale=one.pre_scale, bias=one.bias,
                         blocks=one.blocks)  # fmt: skip
-        of: dict[str, Any] = {"per_row": one.per_row, "pre_scale": one.pre_scale, "bias": one.bias}
+        of: dict[str, Any] = {"per_row": one.per_row, "pre_scale": one.pre_scale, "bias": one.bias,
+                              "input_scale": one.input_scale}  # fmt: skip
         layout = self.asked or ("rows" if self.kind != "cuda" or self.dtype == "float32" else "fragments")
         if layout == "fragments":
             layout = f"fragments(dtype={self.dtype})"
@@ -334,6 +369,8 @@ class _Planner:
         return {
             "tokens": count,
             "weight_bytes": read,
+            "sums": self.sums,
+            "sum_bytes": 4 * count * self.hidden if self.sums else 0,
             "seconds": whole,
             "not_measured": [x["name"] for x, p in zip(layers, plans, strict=True) if p["expected"] is None],
             "bound_tokens_per_second": bound,
@@ -360,7 +397,7 @@ class _Planner:
             "held_twice": second,
             "weights": sum(kinds.values()) + second,
             "scratch": max((one["scratch_bytes"] for layer in layers for one in layer["plans"]), default=0),
-            "cache_of_1000_tokens": cache_bytes(self.config, 1000, DTYPES[self.dtype]),
+            "cache_of_1000_tokens": cache_bytes(self.config, 1000, DTYPES[self.dtype], self.ranks),
         }
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from halfbyte.findings import Finding, Report, in_order
 from halfbyte.modules import QUANTIZED, SHARD_METADATA, Module, Reading, refuse_broken
 from halfbyte.numerics import BLOCK
 from halfbyte.patterns import Patterns
-from halfbyte.stored import CHUNK, DTYPE_BITS, Stored, View, byte_count, read_tensor
+from halfbyte.stored import CHUNK, DTYPE_BITS, Select, Stored, View, byte_count, read_tensor
 from halfbyte.tasks import Meter, Progress, Step, Where
 from halfbyte.tools.base import idle, same_bytes
 from halfbyte.weight import Weight
@@ -128,19 +128,6 @@ def _refuse_source(checkpoint: Checkpoint) -> None:
             raise UsageError("packed buffers are not cut", file=file, got=module.name, hint=hint)
         if module.kind in QUANTIZED:
             refuse_broken(module)
-
-
-@dataclass(frozen=True)
-class Select:
-    """Some bytes of each row of a matrix."""
-
-    width: int
-    ranges: tuple[tuple[int, int], ...]
-
-    def __call__(self, raw: Any) -> Any:
-        """Bytes of whole rows, ``width`` each, to (rows, bytes) u8."""
-        matrix = raw.reshape(-1, self.width)
-        return np.concatenate([matrix[:, a:b] for a, b in self.ranges], 1)
 
 
 def _cut_output(tensor: Stored, cut: Cut, rank: int, degree: int) -> Output:

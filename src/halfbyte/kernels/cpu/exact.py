@@ -41,8 +41,8 @@ from halfbyte.kernels.base import Call, Kernel, LinearArgs, linear_cost, why_not
 from halfbyte.layouts import Rows
 from halfbyte.numerics import BLOCK, Array, is_torch
 
-_ROUND: Final = 256
-_KINDS: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
+ROUND: Final = 256
+KINDS: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
 def _data_word() -> int | None:
@@ -67,7 +67,7 @@ def address_of(a: Array) -> int:
     return _word(id(a) + _DATA_WORD).value  # 0.2 us, where the array's own answer takes 1 us
 
 
-class _Scratch(threading.local):
+class Scratch(threading.local):
     """Host memory at a multiple of 64 that a thread keeps between calls."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class _Scratch(threading.local):
         return self._start
 
 
-_scratch = _Scratch()
+scratch = Scratch()
 
 
 @functools.cache
@@ -109,25 +109,25 @@ def _bind(args: LinearArgs, form: str, width: int) -> Callable[[Array, Array | N
     fixed = (m, args.out.shape[1], true_k, k)
     per_row, kind, out_kind = (
         int(scale2.shape[-2] != 1),
-        _KINDS[dtype_name(args.x.dtype)],
-        _KINDS[dtype_name(args.out.dtype)],
+        KINDS[dtype_name(args.x.dtype)],
+        KINDS[dtype_name(args.out.dtype)],
     )
-    bias_kind = 0 if args.bias is None else _KINDS[dtype_name(args.bias.dtype)]
-    scratch = m * -(-k // _ROUND) * _ROUND * width
+    bias_kind = 0 if args.bias is None else KINDS[dtype_name(args.bias.dtype)]
+    needed = m * -(-k // ROUND) * ROUND * width
     code = _code(form, m != 1)
     if tensors:  # whose memory may move
 
         def run_torch(x: Array, bias: Array | None, out: Array) -> None:
             added = 0 if bias is None else bias.data_ptr()
             own = (0 if pre is None else pre.data_ptr(), *fixed, *[a.data_ptr() for a in weight], per_row)
-            jit.run(code, x.data_ptr(), kind, *own, added, bias_kind, out.data_ptr(), out_kind, _scratch.take(scratch))
+            jit.run(code, x.data_ptr(), kind, *own, added, bias_kind, out.data_ptr(), out_kind, scratch.take(needed))
 
         return run_torch
     before = (kind, 0 if pre is None else address_of(pre), *fixed, *map(address_of, weight), per_row)
 
     def run_numpy(x: Array, bias: Array | None, out: Array) -> None:
         added = 0 if bias is None else address_of(bias)
-        jit.run(code, address_of(x), *before, added, bias_kind, address_of(out), out_kind, _scratch.take(scratch))
+        jit.run(code, address_of(x), *before, added, bias_kind, address_of(out), out_kind, scratch.take(needed))
 
     run_numpy.held = (weight, pre)  # type: ignore[attr-defined] # alive as long as their addresses are
     return run_numpy

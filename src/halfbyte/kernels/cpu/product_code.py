@@ -38,10 +38,11 @@ TOKENS = 16
 AHEAD = 8192
 """Bytes of codes between what is used and what is asked for."""
 
-_GAINS = tuple(np.float32(GAIN[form]) for form, _ in FORMS)
-_WIDTHS = tuple(2 * parts if form == "bf16" else 4 for form, parts in FORMS)
+GAINS = tuple(np.float32(GAIN[form]) for form, _ in FORMS)
+WIDTHS = tuple(2 * parts if form == "bf16" else 4 for form, parts in FORMS)
 """Bytes of a staged activation."""
 _STAGING = np.array([staging(form) for form, _ in FORMS])
+_PLACES = np.argsort(_STAGING, axis=1)
 _i64, _f32 = types.int64, types.float32
 _inner = njit(nogil=True, error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
@@ -50,8 +51,8 @@ def _place(context: Any, builder: Any, element: Any, address: Any, index: Any) -
     return builder.gep(builder.inttoptr(address, context.get_value_type(element).as_pointer()), [index])
 
 
-def _reads(element: Any) -> Any:
-    """Element ``index`` of an array, given its address."""
+def reads(element: Any) -> Any:
+    """A function for element ``index`` of an array, given its address."""
 
     @intrinsic
     def read(typing: Any, address: Any, index: Any) -> Any:
@@ -63,8 +64,8 @@ def _reads(element: Any) -> Any:
     return read
 
 
-def _writes(element: Any) -> Any:
-    """Set element ``index`` of an array, given its address."""
+def writes(element: Any) -> Any:
+    """A function that sets element ``index`` of an array, given its address."""
 
     @intrinsic
     def write(typing: Any, address: Any, index: Any, value: Any) -> Any:
@@ -77,8 +78,8 @@ def _writes(element: Any) -> Any:
     return write
 
 
-_read_f32, _read_u16, _read_u8 = (_reads(t) for t in (_f32, types.uint16, types.uint8))
-_write_f32, _write_u16, _write_u8 = (_writes(t) for t in (_f32, types.uint16, types.uint8))
+_read_f32, _read_u16, _read_u8 = (reads(t) for t in (_f32, types.uint16, types.uint8))
+_write_f32, _write_u16, _write_u8 = (writes(t) for t in (_f32, types.uint16, types.uint8))
 
 
 def _stack_of(nbytes: int) -> Any:
@@ -87,7 +88,8 @@ def _stack_of(nbytes: int) -> Any:
     @intrinsic
     def stack(typing: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            memory = cgutils.alloca_once(builder, ir.ArrayType(I8, nbytes))
+            with builder.goto_entry_block():
+                memory = builder.alloca(ir.ArrayType(I8, nbytes))  # alloca_once would clear it, byte by byte
             memory.align = 64
             return builder.ptrtoint(memory, I64)
 
@@ -98,7 +100,7 @@ def _stack_of(nbytes: int) -> Any:
 
 _step_memory = _stack_of(4 * STEP)
 _SUMS = 4 * TOKENS * UNIT
-_sums_memory = _stack_of(_SUMS)
+sums_memory = _stack_of(_SUMS)
 _TAIL = 4 * (ROUND // 2 + ROUND // 16)
 _tile_memory = _stack_of(_TAIL + 64)
 """What is left of four rows after whole rounds, and the sums of a tile."""
@@ -131,16 +133,29 @@ def _put(kind, address, index, value):
 
 
 @_inner
-def _whole_rounds(k):
+def whole_rounds(k):
+    """K filled up."""
     return (k + ROUND - 1) // ROUND * ROUND
+
+
+@_inner
+def _stage_parts(form, out, place, value):
+    """One bf16, or two that add up, at a place among those of steps."""
+    high = bits_of(value) & np.uint32(0xFFFF0000)
+    at = place // 32 * 32 * (2 if form == HALVES else 1) + place % 32
+    _write_u16(out, at, np.uint16(high >> np.uint32(16)))
+    if form == HALVES:
+        low = value - float_of(high)
+        if np.isnan(low):  # of an infinity, or of what is not a number already
+            low = np.float32(0)
+        _write_u16(out, at + 32, np.uint16(bits_of(low) >> np.uint32(16)))
 
 
 @jit.compiled
 def _stage(form, kind, x, pre, true_k, k, out):
     """One token's activations in the order of ``staging``, zeros after K."""
-    parts = 2 if form == HALVES else 1
     step = _step_memory()
-    for start in range(0, _whole_rounds(k), STEP):
+    for start in range(0, whole_rounds(k), STEP):
         size = max(0, min(STEP, true_k - start))
         if size == STEP and not pre and form == BF16 and kind == BF16_KIND:
             for place in range(STEP):
@@ -162,16 +177,18 @@ def _stage(form, kind, x, pre, true_k, k, out):
                 _write_f32(out, start + place, _read_f32(step, _STAGING[form, place]))
             continue
         for place in range(STEP):
-            value = _read_f32(step, _STAGING[form, place])
-            high = bits_of(value) & np.uint32(0xFFFF0000)
-            at = (start + place // 32 * 32) * parts + place % 32
-            _write_u16(out, at, np.uint16(high >> np.uint32(16)))
-            if form == HALVES:
-                low = value - float_of(high)
-                if np.isnan(low):  # of an infinity, or of what is not a number already
-                    low = np.float32(0)
-                _write_u16(out, at + 32, np.uint16(bits_of(low) >> np.uint32(16)))
+            _stage_parts(form, out, start + place, _read_f32(step, _STAGING[form, place]))
     return 0
+
+
+@_inner
+def stage_one(form, out, index, value):
+    """Put one activation where ``_stage`` would; of ``bf16`` it is one already."""
+    place = index // STEP * STEP + _PLACES[form, index % STEP]
+    if form >= FMA:
+        _write_f32(out, place, value)
+    else:
+        _stage_parts(form, out, place, value)
 
 
 def _tile_of(form: int, rows: int, tokens: int) -> Any:
@@ -212,7 +229,7 @@ def _add(result, rows, tokens, last, sums):
 @jit.compiled
 def _finish(form, low, high, sums, scale2, per_row, bias, bias_kind, count, n, out, out_kind):
     """Sums (T, UNIT) of rows ``low`` to ``high`` to the results of T tokens."""
-    gain = _GAINS[form]
+    gain = GAINS[form]
     for t in range(count):
         for row in range(low, high):
             value = (_read_f32(sums, t * UNIT + row - low) * gain) * _read_f32(scale2, row if per_row else 0)
@@ -222,19 +239,25 @@ def _finish(form, low, high, sums, scale2, per_row, bias, bias_kind, count, n, o
     return 0
 
 
-def _unit_of(form: int, several: bool) -> Any:
-    """The sums (T, UNIT) of rows ``low`` to ``high`` and up to TOKENS tokens, without gain."""
-    width = _WIDTHS[form]
+def _unit_of(form: int, several: bool, alike: bool = False) -> Any:
+    """The sums (T, UNIT) of rows ``low`` to ``high`` and up to TOKENS tokens, without gain.
+
+    At its end it asks for what ``then_codes`` and ``then_scales`` say comes next, in rows of the same size. Where
+    ``alike``, the sums of a token do not depend on how many there are: eight f32 tokens at once would be added
+    otherwise, four and fewer are not.
+    """
+    eights = not (alike and form >= FMA)
+    width = WIDTHS[form]
     one = _tile_of(form, 4, 1)
     two, four, eight = (_tile_of(form, r, t) if several else one for r, t in ((4, 2), (2, 4), (2, 8)))
 
-    def unit(low, high, x, count, k, codes, scales, next_token, sums):
+    def unit(low, high, x, count, k, codes, scales, next_token, then_codes, then_scales, sums):
         tail = _tile_memory()
         tail_scales, result = tail + 4 * (ROUND // 2), tail + _TAIL
         for i in range(count * UNIT):
             _write_f32(sums, i, np.float32(0))
         pieces = (k + K_BLOCK - 1) // K_BLOCK
-        block = _whole_rounds((k + pieces - 1) // pieces)
+        block = whole_rounds((k + pieces - 1) // pieces)
         jump = 4 * max(1, AHEAD // (2 * block))
         for start in range(0, k, block):
             size = min(block, k - start)
@@ -249,10 +272,11 @@ def _unit_of(form: int, several: bool) -> Any:
                 to_row, to_start = row + jump, start
                 if to_row >= high:
                     to_row, to_start = to_row - high + low, start + block
-                    if to_start >= k:
-                        to_row, to_start = to_row + high - low, 0
                 ahead = (to_row - row) * next_codes + (to_start - start) // 2
                 ahead_scales = (to_row - row) * next_scales + (to_start - start) // 16
+                if to_start >= k:
+                    ahead = then_codes + (to_row - low) * next_codes - at_codes
+                    ahead_scales = then_scales + (to_row - low) * next_scales - at_scales
                 at_x = x + start * width
                 for phase in range(2):  # whole rounds, then the rest as one round
                     if phase == 1:
@@ -274,7 +298,7 @@ def _unit_of(form: int, several: bool) -> Any:
                             _add(result, 4, 2, last, to)
                             token += 2
                             continue
-                        step = 8 if count - token >= 8 else 4
+                        step = 8 if eights and count - token >= 8 else 4
                         for r in range(0, last + 1, 2):
                             c, s, final = at_codes + r * next_codes, at_scales + r * next_scales, min(last - r, 1)
                             if step == 8:
@@ -292,7 +316,7 @@ def _unit_of(form: int, several: bool) -> Any:
                         _add(result, 4, 1, last, to)
         return 0
 
-    return jit.compiled(unit, name=f"{NAMES[form]}_{'several' if several else 'one'}")
+    return jit.compiled(unit, name=f"{NAMES[form]}_{'alike' if alike else 'several' if several else 'one'}")
 
 
 def _numbers(count: int) -> Any:
@@ -301,7 +325,7 @@ def _numbers(count: int) -> Any:
 
 
 @intrinsic
-def _call(typing: Any, function: Any, args: Any) -> Any:
+def call_at(typing: Any, function: Any, args: Any) -> Any:
     """Call a function of i64, given its address and a tuple."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -316,26 +340,36 @@ def _product(
     unit, stage, finish, form, width, x, kind, pre, m, n, true_k, k, codes, scales, scale2, per_row, bias, bias_kind,
     out, out_kind, staged,
 ):  # fmt: skip
-    next_token = _whole_rounds(k) * width
+    next_token = whole_rounds(k) * width
     if m == 1:
-        _call(stage, (form, kind, x, pre, true_k, k, staged))
+        call_at(stage, (form, kind, x, pre, true_k, k, staged))
     else:
         for t in prange(m):
             at = x + t * true_k * (4 if kind == F32_KIND else 2)
-            _call(stage, (form, kind, at, pre, true_k, k, staged + t * next_token))
+            call_at(stage, (form, kind, at, pre, true_k, k, staged + t * next_token))
     size = UNIT if m > TOKENS and n >= MANY else FEW
     for index in prange((n + size - 1) // size):
         low = index * size
         high = min(n, low + size)
-        sums = _sums_memory()
+        sums, then_codes, then_scales = sums_memory(), codes + high * (k // 2), scales + high * (k // 16)
         for first in range(0, m, TOKENS):
             count = min(TOKENS, m - first)
-            _call(unit, (low, high, staged + first * next_token, count, k, codes, scales, next_token, sums))
+            x = staged + first * next_token
+            call_at(unit, (low, high, x, count, k, codes, scales, next_token, then_codes, then_scales, sums))
             to = out + first * n * (4 if out_kind == F32_KIND else 2)
-            _call(finish, (form, low, high, sums, scale2, per_row, bias, bias_kind, count, n, to, out_kind))
+            call_at(finish, (form, low, high, sums, scale2, per_row, bias, bias_kind, count, n, to, out_kind))
 
 
 _units = {(form, several): _unit_of(form, several) for form in range(len(FORMS)) for several in (False, True)}
+_alike = [_unit_of(form, True, alike=True) if form >= FMA else _units[form, True] for form in range(len(FORMS))]
+
+
+def parts(name: str) -> tuple[int, int, int, int]:
+    """The number of a form, the bytes of a staged activation, and the addresses of its alike unit and of ``_stage``."""
+    form = NAMES.index(name)
+    codes = ((_alike[form], 11), (_stage, 7))
+    unit, stage = (jit.address_of(code, _numbers(count)) for code, count in codes)
+    return form, WIDTHS[form], unit, stage
 
 
 @functools.cache
@@ -361,6 +395,6 @@ def product(name: str, several: bool) -> Callable[..., None]:
     form = NAMES.index(name)
     unit, stage, finish = (
         jit.address_of(code, _numbers(count))
-        for code, count in ((_units[form, several], 9), (_stage, 7), (_finish, 12))
+        for code, count in ((_units[form, several], 11), (_stage, 7), (_finish, 12))
     )
-    return functools.partial(_product, unit, stage, finish, form, _WIDTHS[form])
+    return functools.partial(_product, unit, stage, finish, form, WIDTHS[form])

@@ -1,8 +1,9 @@
 """``attend`` on Hopper for D a multiple of 64 and up to 8 query heads of a key head: products by the matrix units.
 
-A program of W warps takes blocks of 16 W entries, 16 each warp, in registers; its warps know nothing of each other, and
-each share of W splits is added up. In all else it is as that of ``halfbyte.kernels.cuda.step``. Weights of values are
-rounded to the dtype before they multiply, and their sum is of those that are not; so with p the position
+A program of W warps takes blocks of 16 W entries, 16 each warp, in registers; its warps know nothing of each other
+until all are done, and what they found is added up in shared memory. In all else it is as that of
+``halfbyte.kernels.cuda.step``. Weights of values are rounded to the dtype before they multiply, and their sum is of
+those that are not; so with p the position
 
     |error| <= (2 s + (p + 128) 2^-23 + h) * sum(weight * |v|) + h * |out|
 
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 from halfbyte.kernels.base import Kernel
 from halfbyte.kernels.cuda.launch import why_not
-from halfbyte.kernels.cuda.step import TYPES, compiled, in_shares
+from halfbyte.kernels.cuda.step import TYPES, compiled, in_shares, load_add_up
 from halfbyte.kernels.step import AttendArgs, AttendCall, attend_cost
 
 DTYPES: Final = ("bfloat16", "float16")
@@ -25,11 +26,12 @@ MOST_GROUP: Final = 8
 DIMS: Final = (64, 128)
 ENTRIES: Final = 16
 """Of a warp at once."""
-AT_ONCE: Final = {4: 396, 8: 132}
-"""Programs of so many warps that the registers of an H200 hold."""
-FEW_PAIRS: Final = 32
-"""Key heads of all sequences for which programs have 8 warps."""
-FEW_SPLITS: Final = 4
+AT_ONCE: Final = 264
+"""Programs of 4 warps that the registers of an H200 hold."""
+FEW: Final = 66
+"""Programs of 8 warps that leave half of it to the kernels behind."""
+SHORT: Final = 4
+"""Blocks of each of those at the most."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,13 @@ class Attend:
 
 
 def configure(call: AttendCall) -> Attend:
-    """As many splits as are on a GPU at once, with a block each and, beyond ``FEW_SPLITS``, four."""
+    """``FEW`` programs where they are soon over, or else ``AT_ONCE``; fewer, where the largest is then no larger."""
     pairs = call.rows * call.kv_heads
-    warps = 8 if pairs <= FEW_PAIRS else 4
+    soon = call.room <= SHORT * (FEW // pairs) * ENTRIES * 8
+    warps, programs = (8, FEW) if soon else (4, AT_ONCE)
     blocks = -(-call.room // (ENTRIES * warps))
-    splits = min(AT_ONCE[warps] // pairs, blocks, max(FEW_SPLITS, blocks // 4))
-    return Attend(splits=1 << max(1, splits).bit_length() - 1, warps=warps)
+    most = max(1, programs // pairs)
+    return Attend(splits=-(-blocks // -(-blocks // most)), warps=warps)
 
 
 def parts(call: AttendCall, made: Attend, settled: bool) -> tuple[Any, Any, int]:
@@ -100,7 +103,7 @@ def bind(args: AttendArgs, made: Attend | None = None, early: bool = True) -> Ca
     of = parts(call, made, args.settled)
     run = compiled(attend, *of, device=device, early=early, registers=made.registers)
     grid = made.splits, call.kv_heads, call.rows
-    return in_shares(call, run, grid, made.splits * made.warps, device, early)
+    return in_shares(call, run, grid, made.splits, device, early)
 
 
 def load(call: AttendCall) -> None:
@@ -111,6 +114,7 @@ def load(call: AttendCall) -> None:
 
     made = configure(call)
     compiled(attend, *parts(call, made, False), device=torch.device(call.device), early=True, registers=made.registers)
+    load_add_up(call, made.splits)
 
 
 GLUON: Final = Kernel(

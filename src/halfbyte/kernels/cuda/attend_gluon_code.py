@@ -90,9 +90,7 @@ def _rotated(
         eps: of the norms.
     """
     TO: gl.constexpr = at.dtype.element_ty
-    other = gl.where(d < D // 2, d + D // 2, d - D // 2)
     x = gl.load(at + d, mask=(row <= G) & (d >= 0), other=0.0).to(gl.float32)
-    turned = gl.load(at + other, mask=(row <= G) & (d >= 0), other=0.0).to(gl.float32)
     if Q_NORM or K_NORM:
         factor = gl.rsqrt(gl.sum(x * x, axis=2) / D + eps).expand_dims(2)
         norm = q_norm if Q_NORM else k_norm
@@ -100,15 +98,11 @@ def _rotated(
             norm = gl.where(row < G, q_norm.to(gl.int64, bitcast=True), k_norm.to(gl.int64, bitcast=True))
             norm = norm.to(gl.pointer_type(TO), bitcast=True)
         normed = _normed(x, factor, gl.load(norm + (row * 0 + d)))
-        turned_too = _normed(turned, factor, gl.load(norm + (row * 0 + other)))
-        if Q_NORM and K_NORM:
-            x = normed
-            turned = turned_too
-        else:
-            which = (row < G) == Q_NORM
-            x = gl.where(which, normed, x)
-            turned = gl.where(which, turned_too, turned)
-    return (x * c + gl.where(d < D // 2, -turned, turned) * s).to(TO)
+        x = normed if Q_NORM and K_NORM else gl.where((row < G) == Q_NORM, normed, x)
+    low, high = gl.split(x.reshape(x.shape[0], x.shape[1], 2, D // 2).permute(0, 1, 3, 2))
+    turned = gl.join(-high, low).permute(0, 1, 3, 2).reshape(x.shape[0], x.shape[1], D)
+    turned = gl.convert_layout(turned, x.type.layout, assert_trivial=True)
+    return gl.fma(x, c, turned * s).to(TO)
 
 
 @gluon.jit
@@ -129,6 +123,26 @@ def _by_place(x, W: gl.constexpr, R: gl.constexpr, D: gl.constexpr):
     """(W, R, D) to (W, D, R), places renumbered as mma needs those of ``_keys_layout``."""
     x = x.reshape(W, R, D // 64, 2, 2, 2, 2, 2, 2)  # w r | 64 32 16 8 4 2 1
     return x.permute(0, 2, 3, 6, 7, 4, 5, 8, 1).reshape(W, D, R)
+
+
+@gluon.jit
+def _of_warps(acc, top, weight, W: gl.constexpr, D: gl.constexpr):
+    """(W, 8, D) and twice (W, 8): what warps found, added up in their order; (8, D), its maxima and sums of weights."""
+    EACH: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 128 // D, D // 4], [1, W, 1], [2, 1, 0])
+    FOUND: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [W, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, FOUND)
+    sums = gl.allocate_shared_memory(gl.float32, [W, 8, D], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
+    tops = gl.allocate_shared_memory(gl.float32, [W, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    weights = gl.allocate_shared_memory(gl.float32, [W, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    sums.store(acc)
+    tops.store(top)
+    weights.store(weight)
+    top = tops.load(gl.SliceLayout(2, EACH))
+    peak = gl.max(top, axis=0)
+    factor = gl.exp2(top - gl.where(peak == float("-inf"), 0.0, peak).expand_dims(0))
+    total = gl.sum(weights.load(gl.SliceLayout(2, EACH)) * factor, axis=0)
+    found = gl.sum(sums.load(EACH) * factor.expand_dims(2), axis=0)
+    return gl.convert_layout(found, FOUND), gl.convert_layout(peak, ROWS), gl.convert_layout(total, ROWS)
 
 
 @gluon.jit
@@ -160,7 +174,7 @@ def attend(
     """The share of one split in the attention of G query heads to one key head of a sequence.
 
     Arguments are those of ``step_code.attend``; G is at most 8, D a multiple of 64. Block j of 16 entries for each warp
-    is for split j mod S; sums and tops are those of warps, (B, HKV G, S W, ...).
+    is for split j mod S.
     """
     W: gl.constexpr = gl.num_warps()
     R: gl.constexpr = 8 if G < 8 else 16
@@ -172,6 +186,7 @@ def attend(
     QUERIES: gl.constexpr = _queries_layout(W, R, D)
     KEYS: gl.constexpr = _keys_layout(W, D)
     VALUES: gl.constexpr = _values_layout(W, D)
+    FINAL: gl.constexpr = _found_layout(W, D)
     split = gl.program_id(0)
     head = gl.program_id(1)
     b = gl.program_id(2).to(gl.int64)
@@ -212,12 +227,16 @@ def attend(
     row = qkv + b * (HKV * (G + 2) * D)
     one = qr + qw * 0
     x_at = gl.where(one < G, head * G + one, HKV * G + head) * D
-    x = _rotated(row + x_at, q_norm, k_norm, c, s, qd, one, eps, G, D, Q_NORM, K_NORM)
     v_at = row + (HKV * (G + 1) + head) * D
     owner = (p // N) % S == split
     mine = (qw == 0) & (one == G) & owner & valid & (qd >= 0)
+    aw, ah, ad = _places(FINAL, W, 8, D)
+    place = ad + (aw + ah) * 0
+    there = (aw == 0) & owner & (place >= 0)
+    new = gl.load(v_at + place, mask=there, other=0.0)
+    x = _rotated(row + x_at, q_norm, k_norm, c, s, qd, one, eps, G, D, Q_NORM, K_NORM)
     gl.store(keys + p * D + (one * 0 + qd), x, mask=mine)
-    gl.store(values + p * D + (one * 0 + qd), gl.load(v_at + (one * 0 + qd), mask=mine, other=0.0), mask=mine)
+    gl.store(values + p * D + place, new, mask=there & (ah == 0) & valid)
     own = gl.convert_layout(_by_place(x, W, R, D), B, assert_trivial=True)
     if R == 8:
         x = gl.join(x, gl.zeros_like(x)).permute(0, 3, 1, 2).reshape(W, 16, D)
@@ -229,11 +248,9 @@ def attend(
 
     # the transpose of what is found, at first the new value
     HEADS: gl.constexpr = gl.SliceLayout(1, MMA)
-    dw, dd, dh = _places(MMA, W, D, 8)
-    place = (dd & 64 * (D // 64 - 1)) | ((dd >> 5 & 1) << 2) | ((dd >> 4 & 1) << 1) | (dd >> 3 & 1) | ((dd & 7) << 3)
-    there = (dw + dh * 0 == 0) & owner
-    new = gl.load(v_at + place + dh * 0, mask=there & (dd >= 0), other=0.0).to(gl.float32)
-    acc = gl.where(there & (not valid), float("nan"), new)
+    acc = gl.where(there & (not valid), float("nan"), new.to(gl.float32))
+    acc = acc.reshape(W, 8, D // 64, 2, 2, 2, 2, 2, 2).permute(0, 2, 6, 7, 8, 3, 4, 5, 1).reshape(W, D, 8)
+    acc = gl.convert_layout(acc, MMA, assert_trivial=True)
 
     score = _scores(queries, _key_operand(ks, W, D, TO, B), W, 16, MMA)
     L: gl.constexpr = score.type.layout
@@ -241,7 +258,6 @@ def attend(
     sw, sr, se = _places(L, W, 8, 16)
     top = gl.convert_layout(top, FOUND)
     weight = gl.where(top == float("-inf"), 0.0, 1.0)
-    left = stop - block * N  # a warp beyond has nothing to tell
     while block * N < stop:
         score = _scores(queries, _key_operand(ks, W, D, TO, B), W, 16, MMA)
         e = block * N + sw * 16 + se
@@ -264,13 +280,17 @@ def attend(
         vs = gl.load(value_pairs + (ve * (D // 2) + vd), mask=ve < stop, other=0)
 
     acc = acc.reshape(W, D // 64, 2, 2, 2, 2, 2, 2, 8).permute(0, 8, 1, 5, 6, 7, 2, 3, 4).reshape(W, 8, D)
-    FINAL: gl.constexpr = _found_layout(W, D)
     acc = gl.convert_layout(acc, FINAL, assert_trivial=True)
-    aw, ah, ad = _places(FINAL, W, 8, D)
-    to = (b * (HKV * G) + head * G) * (S * W) + split * W
-    any_there = (aw * 16 < left) | ((aw == 0) & owner)
-    gl.store(sums + to * D + ((ah * (S * W) + aw) * D + ad), acc, mask=any_there & (ah < G) & (ad >= 0))
-    tw = gl.arange(0, W, layout=gl.SliceLayout(1, FOUND))[:, None]
-    th = gl.arange(0, 8, layout=gl.SliceLayout(0, FOUND))[None, :]
-    gl.store(tops + 2 * to + 2 * (th * (S * W) + tw), top, mask=(th < G) & (tw < W))
-    gl.store(tops + 2 * to + 2 * (th * (S * W) + tw) + 1, weight, mask=(th < G) & (tw < W))
+    found, peak, total = _of_warps(acc, top, weight, W, D)
+    h = gl.arange(0, 8, layout=gl.SliceLayout(1, found.type.layout))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, found.type.layout))
+    to = (b * HKV + head) * G
+    inside = (h < G)[:, None] & (d >= 0)[None, :]
+    if S == 1:
+        y = found / total[:, None]
+        gl.store(out + to * D + (h[:, None] * D + d[None, :]), y.to(TO), mask=inside)
+    else:
+        to = to * S + split
+        gl.store(sums + to * D + (h[:, None] * (S * D) + d[None, :]), found, mask=inside)
+        gl.store(tops + 2 * to + 2 * S * h, peak, mask=h < G)
+        gl.store(tops + 2 * to + 2 * S * h + 1, total, mask=h < G)

@@ -73,6 +73,69 @@ def _fetch(codes, scales, at, there, R: tl.constexpr, TAIL: tl.constexpr):
     return words, both
 
 
+@triton.jit
+def sums_of(
+    codes, scales, stripes, x, k, K,
+    W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, B: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
+    UP: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """The sums of each of R stripes, (W, 16, 8 B), one for each warp.
+
+    Args:
+        codes: i32 words.
+        scales: i16, two bytes each.
+        stripes: their numbers, i64.
+        x: (B W 32, 8) addresses of what ``_tokens`` takes of the first step.
+        k: (B W 32, 1) where in K they are.
+        K: a multiple of 16.
+        W: as of ``decode``.
+        R: as of ``decode``.
+        D: as of ``decode``.
+        B: as of ``decode``.
+        WIDE: as of ``decode``.
+        TAIL: as of ``decode``.
+        UP: see ``fragments_code``.
+        STEPS: see ``pairs``.
+        SCALE: see ``scales_of``.
+        HALF: the dtype of the layout.
+    """
+    units = tl.cdiv(K, 64)
+    warp = tl.arange(0, W)[:, None]
+    own_codes = ()
+    own_scales = ()
+    sums = ()
+    for r in tl.static_range(R):
+        start = stripes[r] * units
+        own_codes = own_codes + (codes + start * 128 + (warp * 128 + tl.arange(0, 128)[None, :]),)
+        own_scales = own_scales + (scales + start * 32 + (warp * 32 + tl.arange(0, 32)[None, :]),)
+        sums = sums + (tl.zeros([W, 16, 8 * B], tl.float32),)
+    held = ()
+    for d in tl.static_range(D):
+        held = held + (_fetch(own_codes, own_scales, d * W, d * W + warp < units, R, TAIL),)
+    rounds = tl.cdiv(units, W * D) - 1
+    for i in tl.range(0, rounds, num_stages=1):
+        for d in tl.static_range(D):
+            at = (i * D + D + d) * W
+            new = _fetch(own_codes, own_scales, at, at + warp < units, R, TAIL)
+            here = x + (i * D + d) * (W * 64)
+            x0 = _tokens(tl.load(here), W, B, WIDE, UP)
+            x1 = _tokens(tl.load(here + 8), W, B, WIDE, UP)
+            sums = _add(sums, held[0][0], held[0][1], x0, x1, W, R, WIDE, STEPS, SCALE, HALF, UP)
+            held = held[1:] + (new,)
+    for d in tl.static_range(D):
+        at = rounds * D * W + d * W
+        here = x + at * 64
+        if TAIL:
+            inside = k + at * 64 < K
+            x0 = _tokens(tl.load(here, mask=inside, other=0.0), W, B, WIDE, UP)
+            x1 = _tokens(tl.load(here + 8, mask=inside, other=0.0), W, B, WIDE, UP)
+        else:
+            x0 = _tokens(tl.load(here), W, B, WIDE, UP)
+            x1 = _tokens(tl.load(here + 8), W, B, WIDE, UP)
+        sums = _add(sums, held[d][0], held[d][1], x0, x1, W, R, WIDE, STEPS, SCALE, HALF, UP)
+    return sums
+
+
 @triton.jit(do_not_specialize=["M"])
 def decode(
     codes, scales, x, scale2, bias, out, M, N, K,
@@ -108,44 +171,14 @@ def decode(
     HALF: tl.constexpr = x.dtype.element_ty
     stripe = tl.program_id(0) * R
     last = tl.cdiv(N, 16) - 1
-    units = tl.cdiv(K, 64)
-    warp = tl.arange(0, W)[:, None]
-    own_codes = ()
-    own_scales = ()
-    sums = ()
+    stripes = ()
     for r in tl.static_range(R):
-        start = tl.minimum(stripe + r, last).to(tl.int64) * units
-        own_codes = own_codes + (codes + start * 128 + (warp * 128 + tl.arange(0, 128)[None, :]),)
-        own_scales = own_scales + (scales + start * 32 + (warp * 32 + tl.arange(0, 32)[None, :]),)
-        sums = sums + (tl.zeros([W, 16, 8 * B], tl.float32),)
+        stripes = stripes + (tl.minimum(stripe + r, last).to(tl.int64),)
     lane = tl.arange(0, B * W * 32)[:, None]
     token = lane % 32 // 4 + lane // (W * 32) * 8
     k = lane % 4 * 16 + lane // 32 % W * 64
     x = x + tl.minimum(token, M - 1).to(tl.int64) * K + (k + tl.arange(0, 8)[None, :])
-    held = ()
-    for d in tl.static_range(D):
-        held = held + (_fetch(own_codes, own_scales, d * W, d * W + warp < units, R, TAIL),)
-    rounds = tl.cdiv(units, W * D) - 1
-    for i in tl.range(0, rounds, num_stages=1):
-        for d in tl.static_range(D):
-            at = (i * D + D + d) * W
-            new = _fetch(own_codes, own_scales, at, at + warp < units, R, TAIL)
-            here = x + (i * D + d) * (W * 64)
-            x0 = _tokens(tl.load(here), W, B, WIDE, UP)
-            x1 = _tokens(tl.load(here + 8), W, B, WIDE, UP)
-            sums = _add(sums, held[0][0], held[0][1], x0, x1, W, R, WIDE, STEPS, SCALE, HALF, UP)
-            held = held[1:] + (new,)
-    for d in tl.static_range(D):
-        at = rounds * D * W + d * W
-        here = x + at * 64
-        if TAIL:
-            inside = k + at * 64 < K
-            x0 = _tokens(tl.load(here, mask=inside, other=0.0), W, B, WIDE, UP)
-            x1 = _tokens(tl.load(here + 8, mask=inside, other=0.0), W, B, WIDE, UP)
-        else:
-            x0 = _tokens(tl.load(here), W, B, WIDE, UP)
-            x1 = _tokens(tl.load(here + 8), W, B, WIDE, UP)
-        sums = _add(sums, held[d][0], held[d][1], x0, x1, W, R, WIDE, STEPS, SCALE, HALF, UP)
+    sums = sums_of(codes, scales, stripes, x, k, K, W, R, D, B, WIDE, TAIL, UP, STEPS, SCALE, HALF)
     tokens = tl.arange(0, 8 * B)[None, :]
     for r in tl.static_range(R):
         rows = (stripe + r) * 16 + tl.arange(0, 16)

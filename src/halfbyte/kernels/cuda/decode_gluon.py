@@ -15,6 +15,10 @@ K products is off by at most K + 24 units of 2^-23. With u as for the reference,
 
 and a bias adds 2^-24. With one-hot activations y is the decoded weight, bit for bit but for the sign of zeros.
 
+A product has 8 columns at the least. Of M tokens, a power of two up to 4, each has 8 / M, and those hold x of as many
+units of a warp at once: so x is loaded once for 8 / M units and not once for each, which takes longer than to multiply.
+The column of a unit counts in its product, and is what the next unit's is added to.
+
 The code is compiled for K: a model has few. What is read, and how far ahead, is then known in it.
 
 The weight is read from global memory as it lies, ``ahead`` units of each warp before they are multiplied; units after
@@ -56,6 +60,9 @@ UNIT: Final = 64
 TILE: Final = 16
 """Features of a unit."""
 
+MOST_FEW: Final = 4
+"""Tokens up to which columns of a product are for several units; with a gate it is one."""
+
 _PROGRAMS: Final = 64
 """Fewer are too few for a GPU that this runs on."""
 
@@ -89,7 +96,7 @@ FEW: Final = Decode()
 MANY: Final = Decode(tiles=2, ahead=3)
 """The default for 9 to 16 tokens."""
 FEW_GATED: Final = Decode(tiles=2, ahead=2)
-MANY_GATED: Final = Decode(warps=2, tiles=2, ahead=3)
+MANY_GATED: Final = Decode(tiles=2, ahead=2, registers=128)
 """The same of products with a gate."""
 CONFIGURATIONS: Final = (
     FEW,
@@ -100,17 +107,23 @@ CONFIGURATIONS: Final = (
     Decode(warps=4, tiles=1, ahead=6),
     Decode(warps=4, tiles=1, ahead=6, prefetch=32),
     Decode(warps=4, tiles=1, ahead=6, prefetch=64),
+    Decode(warps=4, tiles=2, ahead=3, registers=128),
     Decode(warps=4, tiles=2, ahead=4),
     Decode(warps=8, tiles=1, ahead=2, prefetch=32),
     Decode(warps=8, tiles=1, ahead=3, prefetch=64, registers=64),
     Decode(warps=8, tiles=1, ahead=3, prefetch=128),
+    Decode(warps=8, tiles=1, ahead=3),
+    Decode(warps=8, tiles=1, ahead=3, registers=80),
     Decode(warps=8, tiles=1, ahead=4),
     Decode(warps=8, tiles=1, ahead=4, prefetch=64),
+    Decode(warps=8, tiles=1, ahead=5, registers=128),
     Decode(warps=8, tiles=1, ahead=5, prefetch=64),
     Decode(warps=8, tiles=1, ahead=6),
     Decode(warps=8, tiles=1, ahead=6, prefetch=64),
     Decode(warps=8, tiles=2, ahead=2),
     Decode(warps=8, tiles=2, ahead=3),
+    Decode(warps=16, tiles=1, ahead=3, registers=64),
+    Decode(warps=16, tiles=1, ahead=4, registers=64),
 )
 """All that are chosen."""
 
@@ -146,6 +159,7 @@ def constants(
         "L": loops,
         "P": max(0, min(made.prefetch, units) - ahead * made.warps),
         "NB": 8 if rows <= 8 else 16,
+        "S": 1 if rows > (MOST_FEW if gate is None else 1) or loops else 8 >> max(0, rows - 1).bit_length(),
         "PER_ROW": per_row,
         "BIAS": bias,
         "DECODE": decode_code(dtype),

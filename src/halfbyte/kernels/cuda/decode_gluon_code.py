@@ -97,6 +97,13 @@ def _activations(
     return gl.convert_layout(x.reshape(W, 64, NB), B, assert_trivial=True)
 
 
+@gluon.jit
+def _ask(at):
+    """The line of an address comes to L2."""
+    CODE: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(CODE, "=r,l", [at.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.constexpr_function
 def _prefetch_code(nbytes):
     ask = f"@first cp.async.bulk.prefetch.L2.global [$1], {nbytes};"
@@ -108,6 +115,24 @@ def _prefetch(at, BYTES: gl.constexpr):
     """One thread asks for so many bytes, a multiple of 16 as the address is, to come to L2."""
     CODE: gl.constexpr = _prefetch_code(BYTES)
     gl.inline_asm_elementwise(CODE, "=r,l", [at.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _passed_code(j, S):
+    """From two neighbouring columns of a lane, that of unit j and another, to those of which one is for unit j + 1."""
+    if j % 2 == 0:
+        return "mov.b32 $0, $2; mov.b32 $1, $2;"
+    if S == 2:
+        return "mov.b32 $0, $3; mov.b32 $1, $3;"
+    back = f"down.b32 $0, $3, {S // 2 - 1}, 0x1f" if j % S == S - 1 else "up.b32 $0, $3, 1, 0"
+    return f"shfl.sync.{back}, 0xffffffff; mov.b32 $1, $0;"
+
+
+@gluon.jit
+def _passed(acc, J: gl.constexpr, S: gl.constexpr):
+    """Sums of S neighbouring columns, of which that of unit J mod S counts, at the place of the next unit."""
+    CODE: gl.constexpr = _passed_code(J, S)
+    return gl.inline_asm_elementwise(CODE, "=f,=f,f,f", [acc], dtype=gl.float32, is_pure=False, pack=2)
 
 
 @gluon.jit
@@ -145,6 +170,7 @@ def decode(
     L: gl.constexpr,
     P: gl.constexpr,
     NB: gl.constexpr,
+    S: gl.constexpr,
     PER_ROW: gl.constexpr,
     BIAS: gl.constexpr,
     DECODE: gl.constexpr,
@@ -164,14 +190,15 @@ def decode(
         x_ptr: (M, K) bf16 or f16.
         bias_ptr: (N,), if BIAS.
         out_ptr: (M, N); (M, N / 2) with a GATE.
-        M: 1 to NB.
+        M: 1 to NB / S.
         N: at least 16 R - 15.
         K: a multiple of 16.
         R: tiles of a program.
         D: units of each warp and tile on their way ahead of the one that is multiplied.
         L: runs of D units that are a loop; what is left is unrolled.
         P: units of each tile, behind the D of all warps, that are asked for into L2; there are so many.
-        NB: 8 or 16.
+        NB: columns of a product, 8 or 16.
+        S: units of a warp whose x fill its columns, NB / S of each; 1 if L.
         PER_ROW: scale2 has N values.
         BIAS: a bias is added.
         DECODE: assembly: a word and a pair of scales -> four pairs of products.
@@ -208,8 +235,9 @@ def decode(
     xm = gl.arange(0, NB, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
     xk = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
     odd = (xm % 2 != 0) & (xk < 16) & (xw < W)
-    x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + gl.minimum(xm, M - 1) * (K // 2)
-    x_at = x_at + (xw * 32 + xk // 4 * 8 + xk % 4)
+    unit = xm % S * W + xw
+    x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + gl.minimum(xm // S, M - 1) * (K // 2)
+    x_at = x_at + (unit * 32 + xk // 4 * 8 + xk % 4)
     if NB > 8:
         x_at += gl.where(odd, 4, 0)
 
@@ -222,6 +250,9 @@ def decode(
         else:
             codes = codes + (gl.load(codes_at + j * W * 128, mask=j * W + cw < UNITS, other=0, eviction_policy=KEEP),)
             scales = scales + (gl.load(scales_at + j * W * 32, mask=j * W + sw < UNITS, other=0, eviction_policy=KEEP),)
+    if S > 1 and PER_ROW:
+        for r in gl.static_range(R):
+            _ask(scale2_ptr + (tile + r % T + r // T * STRIPES) * 16)
     if P:
         for r in gl.static_range(R):
             ahead = (tile + r % T + r // T * STRIPES).to(gl.int64) * UNITS + D * W
@@ -245,6 +276,10 @@ def decode(
         codes_at += D * W * 128
         scales_at += D * W * 32
         x_at += D * W * 32
+    if S > 1 and PER_ROW:  # which takes the registers of loads where there are more
+        row = gl.arange(0, R * 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
+        n = (tile + _stripe(row // 16, T, STRIPES)) * 16 + row % 16
+        scale2 = gl.load(scale2_ptr + n, mask=n < N, other=0.0)
     for j in gl.static_range(REST):
         if j + D < REST:
             if (L * D + j + D + 1) * W <= UNITS:
@@ -256,30 +291,39 @@ def decode(
                 scales = scales + (
                     gl.load(scales_at + (j + D) * W * 32, mask=sw < left, other=0, eviction_policy=KEEP),
                 )
-        if (L * D + j + 1) * W * 64 <= K:
-            x = _activations(x_at + j * W * 32, odd, None, W, NB, B, HALF)
-        else:
-            there = ((L * D + j) * W + xw) * 64 + xk // 4 * 16 < K
+        if (L * D + j) % S == 0:
+            there = None if (L * D + j + S) * W * 64 <= K else ((L * D + j) * W + unit) * 64 + xk // 4 * 16 < K
             x = _activations(x_at + j * W * 32, odd, there, W, NB, B, HALF)
-        acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), x, acc)
+        w = _weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE)
+        acc = mma_v2(w, x, acc)
+        if S > 1 and j + 1 < STEPS:
+            acc = _passed(acc, j, S)
 
-    total = gl.sum(acc, axis=0)
-    row = gl.arange(0, R * 16, layout=gl.SliceLayout(1, total.type.layout))
+    if S > 1:
+        column = gl.arange(0, NB, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
+        acc = gl.where(column % S == (STEPS - 1) % S, acc, 0.0)
+    total = gl.sum(gl.sum(acc.reshape(W, R * 16, NB // S, S), axis=3), axis=0)
+    OF: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    row = gl.arange(0, R * 16, layout=OF)
     n = (tile + _stripe(row // 16, T, STRIPES)) * 16 + row % 16
     if PER_ROW:
-        total = total * (gl.load(scale2_ptr + n, mask=n < N, other=0.0) * FACTOR)[:, None]
+        if S > 1:
+            scale2 = gl.convert_layout(scale2, OF)
+        else:
+            scale2 = gl.load(scale2_ptr + n, mask=n < N, other=0.0)
+        total = total * (scale2 * FACTOR)[:, None]
     else:
         total = total * (gl.load(scale2_ptr) * FACTOR)
     if BIAS:
         total = total + gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
     if GATE is not None:
-        both = total.to(out_ptr.dtype.element_ty).to(gl.float32).reshape(2, T * 16, NB).permute(1, 2, 0)
+        both = total.to(out_ptr.dtype.element_ty).to(gl.float32).reshape(2, T * 16, NB // S).permute(1, 2, 0)
         gate, up = gl.split(both)
         total = _activated(gate, GATE) * up
         N = N // 2
     OUT: gl.constexpr = total.type.layout
     n = tile * 16 + gl.arange(0, T * 16, layout=gl.SliceLayout(1, OUT))
-    m = gl.arange(0, NB, layout=gl.SliceLayout(0, OUT))
+    m = gl.arange(0, NB // S, layout=gl.SliceLayout(0, OUT))
     gl.store(
         out_ptr + (m.to(gl.int64)[None, :] * N + n[:, None]),
         total.to(out_ptr.dtype.element_ty),

@@ -31,7 +31,12 @@ def slots_each(call: ExpertsCall) -> float:
 
 def refuse(call: ExpertsCall) -> tuple[str, ...]:
     """Why both decline a call."""
-    reasons = list(why_not(call, least=90, most=90, gluon=True))
+    return declined(call, least=90, most=90, gluon=True)
+
+
+def declined(call: ExpertsCall, **gpu: Any) -> tuple[str, ...]:
+    """Why all kernels on the layout ``fragments`` decline a call, on GPUs as ``why_not`` has them."""
+    reasons = list(why_not(call, **gpu))
     needed = Fragments(call.dtype if call.dtype in STEPS else "bfloat16")
     reasons += [
         f"reads the layout {needed.key}, not {layout.key}"
@@ -63,7 +68,10 @@ class Layer:
         size: slots of a block; 0 for none, where ``products`` needs no lists and writes the result.
         products: launches both: of hidden, indices, weights, out, the addresses of blocks, slots and count, and those
             of h and y.
+        adds: whether ``products`` itself adds the slots of a token, and writes no y; by default where it has no lists.
         settled: makes what launches both where the routing is settled; None where that is ``products``.
+        rows: of h; by default as many as there are slots.
+        more: bytes of memory that lie ``behind`` y.
     """
 
     def __init__(
@@ -71,27 +79,36 @@ class Layer:
         args: ExpertsArgs,
         size: int,
         products: Callable[..., None],
+        adds: bool | None = None,
         settled: Callable[[], Callable[..., None]] | None = None,
+        rows: int | None = None,
+        more: int = 0,
     ) -> None:
+        adds = not size if adds is None else adds
         (tokens, width), top = args.hidden.shape, args.indices.shape[1]
         call, device, numbers = args.call(), args.hidden.device, Numbers.of(args.mixture)
         self._products, self._device = products, device
         self._settle, self._settled = settled, products
         self._table = table_of(args)
         self._lists: Any = None
+        self._combine: Any = None
         self._words: tuple[int, ...] = ()
         lists = 0
+        of = self._table, device, call.capability
         if size:
             made = Lists(tokens, top, size, numbers, call.indices)
             lists = _whole(made.nbytes)
             self._words = WORD * made.blocks, WORD * made.slots, WORD * made.count
+            self._lists = bind_lists(made, *of)
+        if not adds:
             dtypes = call.indices, call.weights, call.out_dtype
-            of = numbers, self._table, device, call.capability
-            self._lists = bind_lists(made, *of[1:])
-            self._combine = bind_combine(tokens, top, width, dtypes, *of)
+            self._combine = bind_combine(tokens, top, width, dtypes, numbers, *of)
         self._h = lists
-        self._y = lists + _whole(tokens * top * call.inner * args.hidden.element_size())
-        self._nbytes = self._y + (tokens * top * width * 4 if size else 0)
+        rows = tokens * top if rows is None else rows
+        self._y = lists + _whole(rows * call.inner * args.hidden.element_size())
+        self._nbytes = self._y + (0 if adds else tokens * top * width * 4)
+        if more:
+            self._nbytes = self._y + behind(tokens * top, width) + more
         self._held: Any = None
 
     def __call__(self, hidden: Any, indices: Any, weights: Any, out: Any) -> None:
@@ -102,7 +119,7 @@ class Layer:
             if self._lists is not None:
                 self._lists(indices, at)
             self._products(hidden, indices, weights, out, *self._places(at))
-            if self._lists is not None:
+            if self._combine is not None:
                 self._combine(at + self._y, indices, weights, out)
 
     def _places(self, at: int) -> tuple[tuple[int, ...], int, int]:
@@ -125,7 +142,7 @@ class Layer:
 
     def combine(self, weights: Any, indices: Any, out: Any) -> None:
         """The sum alone, after ``products``."""
-        if self._lists is not None:
+        if self._combine is not None:
             self._combine(self._memory() + self._y, indices, weights, out)
 
     def _memory(self) -> int:
@@ -134,6 +151,11 @@ class Layer:
         if self._held is None:
             self._held = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
         return int(self._held.data_ptr())
+
+
+def behind(slots: int, width: int) -> int:
+    """Bytes from y on to what is behind it."""
+    return _whole(slots * width * 4)
 
 
 def _whole(nbytes: int) -> int:

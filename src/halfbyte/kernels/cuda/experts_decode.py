@@ -297,7 +297,7 @@ def bind(args: ExpertsArgs, made: ExpertsDecode | None = None) -> Layer:
 
         return run
 
-    return Layer(args, 0 if alone else COLUMNS, launches(False), lambda: launches(True))
+    return Layer(args, 0 if alone else COLUMNS, launches(False), settled=lambda: launches(True))
 
 
 def expected_blocks(call: ExpertsCall) -> int:

@@ -2,8 +2,9 @@
 
 A tile is 128 features of each of the ``consumers`` and a block of ``slots`` of one expert; with a gate 64 of them are
 gates and 64 the ups that belong to them, so that the activation is of what a thread holds. Programs stay on their
-multiprocessor and take tiles in turn, of as many blocks as the lists have. Rows of activations are copied from where
-they are, and results stored where slots are: nothing is sorted but numbers.
+multiprocessor and take tiles in turn, of as many blocks as the lists have; where blocks take different times, the large
+ones are dealt out first. Lanes copy the rows of x of a block's slots from where tokens are; h is kept in the order of
+blocks, so that the copy engine (TMA) reads it; y lies where slots are.
 
 Sums run along K in one order, as of ``gluon-gemm``: a slot's results depend on no other slot. What routing there is, is
 known only when the kernel ahead is over; see ``halfbyte.kernels.cuda.experts``.
@@ -12,15 +13,18 @@ known only when the kernel ahead is over; see ``halfbyte.kernels.cuda.experts``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from halfbyte.arrays import dtype_name
 from halfbyte.kernels.base import Kernel
 from halfbyte.kernels.cuda import experts
-from halfbyte.kernels.cuda.experts import Layer, slots_each
+from halfbyte.kernels.cuda.experts import Layer, behind, slots_each
+from halfbyte.kernels.cuda.fp8_gluon import FACTOR as FP8_FACTOR
+from halfbyte.kernels.cuda.fp8_gluon import look_up_code, table_code
+from halfbyte.kernels.cuda.fp8_quantize import pitch
 from halfbyte.kernels.cuda.fragments import TILE, TYPES, UNIT, decode_code, scales_code
-from halfbyte.kernels.cuda.gemm_gluon import BESIDE, GROUP, REGISTERS, SHARED, STAGES, multiprocessors
+from halfbyte.kernels.cuda.gemm_gluon import BESIDE, GROUP, REGISTERS, SHARED, STAGES, described, multiprocessors
 from halfbyte.kernels.cuda.launch import Program, boxes, program
 from halfbyte.kernels.cuda.lists import most_blocks
 from halfbyte.kernels.experts import ExpertsArgs, ExpertsCall, experts_cost
@@ -40,11 +44,14 @@ class Grouped:
     Args:
         consumers: warpgroups that decode and multiply 128 features each, 1 or 2.
         slots: of a block: 16, 32, 64 or 128.
-        low: as many are multiplied where a block has no more; 0 where it is always all.
+        low: as many are multiplied, by m16n8k16, where a block has no more; 0 where it is always all.
         units: of 64 k of a step: 1, 2 or 4.
         programs: of a multiprocessor.
-        copiers: warps that copy rows, 1 or 4.
+        copiers: warps that copy rows of x, 1 or 4; 0 where its rows are in the order of slots.
         producer: registers of their threads.
+        small: all slots are multiplied by m16n8k16, not by wgmma.
+        mid: as many are multiplied where a block has more than ``low`` and no more than these; 0 where none are.
+        fp8: codes become E4M3, as activations are.
     """
 
     consumers: int = 2
@@ -56,19 +63,21 @@ class Grouped:
     producer: int = 40
     small: bool = False
     mid: int = 0
+    fp8: bool = False
 
     @property
     def registers(self) -> tuple[int, int]:
         """Of each thread at the start, and of a consumer's threads then."""
-        threads = GROUP * (self.consumers + 1)
+        others = 1 if self.copiers < GROUP // 32 else 2
+        threads = GROUP * (self.consumers + others)
         first = min(REGISTERS // self.programs // threads // 8 * 8, 248)
-        then = (first * threads - self.producer * GROUP) // (GROUP * self.consumers) // 8 * 8
+        then = (first * threads - others * self.producer * GROUP) // (GROUP * self.consumers) // 8 * 8
         return first, min(then, 240)
 
     @property
     def stage(self) -> int:
         """Bytes of a stage."""
-        return self.units * (self.consumers * 8 * 576 + self.slots * 128)
+        return self.units * (self.consumers * 8 * 576 + self.slots * (64 if self.fp8 else 128))
 
     def height(self, size: int) -> int:
         """Slots that are stored at a time, of elements of so many bytes."""
@@ -97,11 +106,12 @@ class ExpertsGemm:
     second: Grouped
 
 
-SIXTEEN: Final = Grouped(1, 16, 0, 4, 3, 1, 32)
-THIRTY_TWO: Final = Grouped(2, 32, 0, 2, 2, 4, 32)
-SIXTY_FOUR: Final = Grouped(2, 64, 32, 2, 1, 4, 40)
-MANY: Final = Grouped(2, 128, 64, 2, 1, 4, 48)
-CONFIGURATIONS: Final = tuple(ExpertsGemm(made, made) for made in (SIXTEEN, THIRTY_TWO, SIXTY_FOUR, MANY))
+CONFIGURATIONS: Final = (
+    ExpertsGemm(Grouped(2, 16, 0, 4, 2, 1, 40), Grouped(2, 16, 0, 4, 2, 0, 32, True)),
+    ExpertsGemm(Grouped(2, 32, 0, 4, 1, 4, 40), Grouped(2, 32, 0, 2, 2, 0, 32)),
+    ExpertsGemm(Grouped(2, 64, 16, 2, 1, 4, 40), Grouped(1, 64, 16, 2, 2, 0, 32)),
+    ExpertsGemm(Grouped(2, 128, 32, 2, 1, 4, 40, mid=64), Grouped(2, 128, 32, 2, 1, 0, 32, mid=64)),
+)
 """Those that are tested."""
 MOST: Final = (10.0, 24.0, 80.0)
 """Slots of an expert, on average, that each but the last of them is for, at the most; measured on an H200."""
@@ -123,6 +133,7 @@ class Product:
         per_row: scale2 differs by feature.
         bias: the dtype of the bias, or None.
         early: weights are asked for before the kernel ahead is over, which lists are older than.
+        sorted: results are stored in the order of blocks, not of slots.
     """
 
     features: int
@@ -136,6 +147,7 @@ class Product:
     per_row: bool
     bias: str | None
     early: bool
+    sorted: bool = False
 
     @property
     def results(self) -> int:
@@ -143,32 +155,34 @@ class Product:
         return self.features // 2 if self.gated else self.features
 
 
-def both(call: ExpertsCall, biases: tuple[str | None, str | None]) -> tuple[Product, Product]:
-    """gate_up and down of a call."""
+def both(call: ExpertsCall, bias: str | None, down_bias: str | None) -> tuple[Product, Product]:
+    """gate_up and down of a call, and their biases' dtypes."""
     mixture, dtype = call.mixture, call.dtype
     up_first = mixture.gate_up_order == "up_first"
     first = Product(
         call.shape[-2], call.shape[-1], mixture.gated, mixture.activation, mixture.limit, up_first, dtype, dtype,
-        call.per_row, biases[0], False,
+        call.per_row, bias, False, True,
     )  # fmt: skip
     second = Product(
-        call.shape[-1], call.inner, False, None, None, False, dtype, "float32", call.down_per_row, biases[1], True
+        call.shape[-1], call.inner, False, None, None, False, dtype, "float32", call.down_per_row, down_bias, True
     )
     return first, second
 
 
 def signature(made: Grouped, product: Product) -> dict[str, str]:
     """The types of the device code's arguments."""
+    of = "fp8e4nv" if made.fp8 else TYPES[product.dtype]
     return {
-        "codes_map": boxes("i32", (4, 8 * made.units, 16), 64),
-        "scales_map": boxes("i32", (4, 16 * made.units), 0),
-        "x": f"*{TYPES[product.dtype]}:16",
+        "codes_map": boxes("i32", (4 * made.consumers, 8 * made.units, 16), 64),
+        "scales_map": boxes("i32", (4 * made.consumers, 16 * made.units), 0),
+        "x": f"*{of}:16" if made.copiers else boxes(of, (made.slots, 64 * made.units), 128),
         "out": f"*{TYPES[product.out_dtype]}:16",
         "scale2": "*fp32",
+        "xscale": "*fp32",
         "bias": f"*{TYPES[product.bias or 'float32']}",
-        **dict.fromkeys(("blocks", "slots", "count"), "*i32:16"),
+        **dict.fromkeys(("blocks", "slots", "count", "order"), "*i32:16"),
         "N": "i32:16",
-        "K": "i32:16",
+        "width": "i32:16",
         **dict.fromkeys(("along_n", "steps", "share"), "i32"),
     }
 
@@ -188,18 +202,26 @@ def constants(made: Grouped, product: Product) -> dict[str, Any]:
         "COPIERS": made.copiers,
         "GATED": product.gated,
         "EARLY": product.early,
-        "EVEN": product.k % (UNIT * made.units) == 0,
+        "EVEN": width_of(made, product.k) % (UNIT * made.units) == 0,
         "PER_ROW": product.per_row,
         "BIAS": product.bias is not None,
         "ACTIVATION": product.activation,
         "LIMIT": product.limit,
         "UP_FIRST": product.up_first,
-        "DECODE": decode_code(product.dtype),
-        "SCALES": scales_code(product.dtype),
-        "FACTOR": FACTOR,
+        "DECODE": look_up_code(product.dtype) if made.fp8 else decode_code(product.dtype),
+        "SCALES": table_code() if made.fp8 else scales_code(product.dtype),
+        "FACTOR": FP8_FACTOR if made.fp8 else FACTOR,
         "SMALL": made.small,
         "MID": made.mid,
+        "LISTED": made.copiers > 0,
+        "SORTED": product.sorted,
+        "ORDERED": made.low > 0,
     }
+
+
+def width_of(made: Grouped, k: int) -> int:
+    """Of rows of x."""
+    return pitch(k, ordered=True) if made.fp8 else k
 
 
 def options(made: Grouped) -> dict[str, Any]:
@@ -211,15 +233,14 @@ def _size(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
-def configure(call: ExpertsCall) -> ExpertsGemm:
-    """The configuration for a call."""
-    each = slots_each(call)
+def for_slots(each: float) -> ExpertsGemm:
+    """The configuration for so many slots of an expert, on average."""
     return CONFIGURATIONS[sum(each > most for most in MOST)]
 
 
-def configurations(call: ExpertsCall) -> tuple[ExpertsGemm, ...]:
-    """Those that can pay."""
-    return CONFIGURATIONS
+def configure(call: ExpertsCall) -> ExpertsGemm:
+    """The configuration for a call."""
+    return for_slots(slots_each(call))
 
 
 def refuse(call: ExpertsCall) -> tuple[str, ...]:
@@ -230,9 +251,41 @@ def refuse(call: ExpertsCall) -> tuple[str, ...]:
     return tuple(reasons)
 
 
+def bind_order(made: Grouped, most: int, device: Any) -> Callable[[tuple[int, ...], int], tuple[int, ...]]:
+    """What finds the order in which blocks are dealt out, where their sizes matter.
+
+    Args:
+        made: how products run.
+        most: blocks, at the most.
+        device: of torch's, with an index.
+
+    Returns:
+        A function of the addresses of blocks, slots and count, and of memory, (most,) i32; it gives what products take.
+    """
+    if not made.low:
+        return lambda lists, at: (*lists, 0)
+    from halfbyte.kernels.cuda.experts_order_code import order
+
+    types = dict.fromkeys(("slots", "count", "to"), "*i32:16")
+    constants = {
+        "SIZE": made.slots,
+        "LOW": made.low,
+        "MID": made.mid or made.low,
+        "CHUNK": min(1024, max(128, 1 << (most - 1).bit_length())),
+        "EARLY": True,
+    }
+    run = program(order, types, constants, device=device, pdl=True)
+
+    def ordered(lists: tuple[int, ...], at: int) -> tuple[int, ...]:
+        run((1, 1, 1), (*lists[1:], at))
+        return (*lists, at)
+
+    return ordered
+
+
 def bind_product(
     made: Grouped, product: Product, stack: Any, bias: Any, slots: int, device: Any
-) -> Callable[[int, int, tuple[int, ...], int], None]:
+) -> Callable[..., None]:
     """What launches a product, its stack and bias given.
 
     Args:
@@ -244,7 +297,8 @@ def bind_product(
         device: of torch's, with an index.
 
     Returns:
-        A function of the addresses of x and out, of blocks, slots and count, and of how many slots share a row of x.
+        A function of the addresses of x and out, of blocks, slots, count and order, of how many slots share a row of
+        x, and, in FP8, of the address of x's scales.
     """
     run = compiled(made, product, device)
     buffers = stack.buffers()
@@ -256,11 +310,15 @@ def bind_product(
     added = None if bias is None else bias.data_ptr()
     along = made.tiles(product.results, gated=product.gated)
     steps = -(-k // (UNIT * made.units))
-    most = most_blocks(slots, count, made.slots) * along
-    grid = (min(multiprocessors(device.index) * made.programs, most), 1, 1)
+    blocks = most_blocks(slots, count, made.slots)
+    grid = (min(multiprocessors(device.index) * made.programs, blocks * along), 1, 1)
+    boxed = None if made.copiers else described(run, blocks * made.slots)
 
-    def launch(x: int, out: int, lists: tuple[int, ...], share: int) -> None:
-        run(grid, (codes, scales, x, out, scale2, added, *lists, n, k, along, steps, share))
+    width = width_of(made, k)
+
+    def launch(x: int, out: int, lists: tuple[int, ...], share: int, xscale: int | None = None) -> None:
+        rows = x if boxed is None else boxed(2, x, width)
+        run(grid, (codes, scales, rows, out, scale2, xscale, added, *lists, n, width, along, steps, share))
 
     return launch
 
@@ -277,16 +335,21 @@ def bind(args: ExpertsArgs, made: ExpertsGemm | None = None) -> Callable[[Any, A
     call = args.call()
     made = configure(call) if made is None else made
     biases = [args.gate_up_bias, args.down_bias]
-    one, two = both(call, tuple(None if b is None else dtype_name(b.dtype) for b in biases))
+    one, two = both(call, *(None if b is None else dtype_name(b.dtype) for b in biases))
     device, top, slots = args.hidden.device, call.top, call.rows * call.top
     first = bind_product(made.first, one, args.gate_up, biases[0], slots, device)
     second = bind_product(made.second, two, args.down, biases[1], slots, device)
 
+    size = made.first.slots
+    most = most_blocks(slots, call.shape[0], size)
+    order = bind_order(made.first, most, device)
+
     def products(hidden: Any, indices: Any, weights: Any, out: Any, lists: tuple[int, ...], h: int, y: int) -> None:
+        lists = order(lists, y + behind(slots, call.shape[-1]))
         first(hidden.data_ptr(), h, lists, top)
         second(h, y, lists, 1)
 
-    return Layer(args, made.first.slots, products)
+    return Layer(args, size, products, rows=size * most, more=4 * most)
 
 
 def compile_as(call: ExpertsCall, made: ExpertsGemm) -> None:
@@ -294,8 +357,9 @@ def compile_as(call: ExpertsCall, made: ExpertsGemm) -> None:
     import torch
 
     device = torch.device(call.device)
-    biases = tuple("float32" if has else None for has in (call.bias, call.down_bias))
-    for way, product in zip((made.first, made.second), both(call, biases), strict=True):
+    bind_order(made.first, most_blocks(call.rows * call.top, call.shape[0], made.first.slots), device)
+    biases = ("float32" if has else None for has in (call.bias, call.down_bias))
+    for way, product in zip((made.first, made.second), both(call, *biases), strict=True):
         compiled(way, product, device)
 
 
@@ -307,6 +371,5 @@ GLUON: Final = Kernel(
     cost=experts_cost,
     bind=bind,
     configure=configure,
-    configurations=configurations,
     compile=compile_as,
 )

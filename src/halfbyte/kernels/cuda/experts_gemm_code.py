@@ -6,7 +6,9 @@ ones are decoded. Rows of x are those of a block's slots; lanes of the producer 
 
 A block has up to NB slots of one expert; where there are no more than LOW, only as many are multiplied.
 
-A ring is the tuple (codes, scales, x, full, empty); lists are (blocks, slots, count).
+Blocks are dealt out in an order, if one is given, so that programs have as many large ones each.
+
+A ring is the tuple (codes, scales, x, full, empty); lists are (blocks, slots, count, order).
 """
 
 from __future__ import annotations
@@ -24,38 +26,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from halfbyte.kernels.cuda.decode_gluon_code import _activated
 from halfbyte.kernels.cuda.experts_decode_code import _gated
+from halfbyte.kernels.cuda.fp8_gluon_code import decoded as decoded_fp8
+from halfbyte.kernels.cuda.fp8_gluon_code import load
 from halfbyte.kernels.cuda.gemm_gluon_code import decoded, let_the_next_kernel_start, together, wait_for_kernels_ahead
 
 
 @gluon.jit
-def _ask_for_weights(
-    maps, ring, slot, stripe, step, apart, C: gl.constexpr, U: gl.constexpr, GATED: gl.constexpr
-):  # fmt: skip
-    """The words and scales of a step into a slot; ``stripe`` is the first of all, ups lie ``apart`` from gates."""
-    codes_map, scales_map = maps
-    codes, scales, _x, full, _empty = ring
-    bar = full.index(slot)
-    for c in gl.static_range(C):
-        for half in gl.static_range(2):
-            if GATED:
-                at = stripe + 4 * c + half * apart
-            else:
-                at = stripe + 8 * c + 4 * half
-            box = (slot * C + c) * 2 + half
-            tma.async_copy_global_to_shared(codes_map, [at, step * (8 * U), 0], bar, codes.index(box))
-            tma.async_copy_global_to_shared(scales_map, [at, step * (16 * U)], bar, scales.index(box))
+def _ask_for_weights(maps, boxes, bar, slot, stripe, apart, step, U: gl.constexpr):
+    """The words and scales of a step into a slot: of the first half of the features, and ``apart`` of the second."""
+    codes, scales = boxes
+    for half in gl.static_range(2):
+        at = stripe + half * apart
+        tma.async_copy_global_to_shared(maps[0], [at, step * (8 * U), 0], bar, codes.index(slot * 2 + half))
+        tma.async_copy_global_to_shared(maps[1], [at, step * (16 * U)], bar, scales.index(slot * 2 + half))
 
 
 @gluon.jit
-def _copy(x, to, rows, step, K, U: gl.constexpr, EVEN: gl.constexpr, L: gl.constexpr):
-    """A step of rows of x into (rows, 64 U)."""
-    k = step * (64 * U) + gl.arange(0, 64, layout=gl.SliceLayout(0, L))[None, :]
-    at = x + rows.to(gl.int64)[:, None] * K + k
-    for u in gl.static_range(U):
+def _copy(x, to, rows, step, width, EVEN: gl.constexpr, L: gl.constexpr):
+    """A step of rows of x, which are ``width`` apart: 128 bytes at a time."""
+    EACH: gl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
+    STEP: gl.constexpr = to.shape[1]
+    k = step * STEP + gl.arange(0, EACH, layout=gl.SliceLayout(0, L))[None, :]
+    at = x + rows.to(gl.int64)[:, None] * width + k
+    for i in gl.static_range(STEP // EACH):
         if EVEN:
-            async_copy.async_copy_global_to_shared(to.slice(64 * u, 64, dim=1), at + 64 * u)
+            async_copy.async_copy_global_to_shared(to.slice(EACH * i, EACH, dim=1), at + EACH * i)
         else:
-            async_copy.async_copy_global_to_shared(to.slice(64 * u, 64, dim=1), at + 64 * u, mask=k + 64 * u < K)
+            there = k + EACH * i < width
+            async_copy.async_copy_global_to_shared(to.slice(EACH * i, EACH, dim=1), at + EACH * i, mask=there)
 
 
 @gluon.jit
@@ -71,33 +69,44 @@ def _rows(slots, block, NB: gl.constexpr, ROWS: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def _after(block, tile, along_n):
-    """The item after one, of the program: its block and tile."""
-    tile += gl.num_programs(0) % along_n
-    wraps = tile >= along_n
-    block += gl.num_programs(0) // along_n + wraps.to(gl.int32)
-    return block, gl.where(wraps, tile - along_n, tile)
+def _dealt(order, i, last):
+    """The block that is the i-th to be dealt out."""
+    i = gl.maximum(gl.minimum(i, last), 0)
+    if order is not None:
+        i = gl.load(order + i)
+    return i
 
 
 @gluon.jit
-def produce(maps, ring, lists, x, numbers, FORM: gl.constexpr):
-    """Fill the ring for all items of the program."""
+def _after(turn, tile, along_n):
+    """The item after one, of the program: the turn of its block, and its tile."""
+    tile += gl.num_programs(0) % along_n
+    wraps = tile >= along_n
+    turn += gl.num_programs(0) // along_n + wraps.to(gl.int32)
+    return turn, gl.where(wraps, tile - along_n, tile)
+
+
+@gluon.jit
+def produce(maps, boxes, ring, lists, x, numbers, FORM: gl.constexpr):
+    """Fill the ring with weights, and with boxes of x where no lanes copy its rows, for all items of the program."""
     C: gl.constexpr = FORM[0]
     U: gl.constexpr = FORM[1]
     NB: gl.constexpr = FORM[2]
     STAGES: gl.constexpr = FORM[4]
     GATED: gl.constexpr = FORM[5]
     EARLY: gl.constexpr = FORM[6]
-    EVEN: gl.constexpr = FORM[7]
-    BYTES: gl.constexpr = C * U * (8 * 576)
+    LISTED: gl.constexpr = FORM[21]
+    BYTES: gl.constexpr = C * U * (8 * 576) + (0 if LISTED else NB * U * 128)
     STEP: gl.constexpr = 4 * C if GATED else 8 * C
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    ROWS: gl.constexpr = min(NB, 32)
-    blocks, slots, count = lists
+    blocks, _slots, count, order = lists
     _codes, _scales, to, full, empty = ring
-    N, K, along_n, steps, share = numbers
+    N, _width, along_n, steps, _share = numbers
     stripes = N // 16
-    block = gl.program_id(0) // along_n
+    if GATED:
+        apart = stripes // 2
+    else:
+        apart = 4 * C
+    turn = gl.program_id(0) // along_n
     tile = gl.program_id(0) % along_n
     asked = 0
     if EARLY:
@@ -107,46 +116,78 @@ def produce(maps, ring, lists, x, numbers, FORM: gl.constexpr):
         let_the_next_kernel_start()
     last = gl.load(count) - 1
     items = (last + 1) * along_n
-    place = gl.load(blocks + gl.minimum(block, gl.maximum(last, 0)))
+    block = _dealt(order, turn, last)
+    place = gl.load(blocks + block)
     if EARLY:
         if gl.program_id(0) < items:
             asked = gl.minimum(steps, STAGES)
             for i in range(asked):
                 mbarrier.expect(full.index(i), BYTES)
-                _ask_for_weights(maps, ring, i, place * stripes + tile * STEP, i, stripes // 2, C, U, GATED)
+                _ask_for_weights(maps, boxes, full.index(i), i, place * stripes + tile * STEP, apart, i, U)
         wait_for_kernels_ahead()
-    listed, there = _rows(slots, gl.minimum(block, gl.maximum(last, 0)), NB, ROWS, L)
     done = 0
-    for t in range(gl.program_id(0), items, gl.num_programs(0)):
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
         stripe = place * stripes + tile * STEP
+        first = block * NB
+        turn, tile = _after(turn, tile, along_n)
+        block = _dealt(order, turn, last)
+        place = gl.load(blocks + block)
+        for step in range(steps):
+            slot = done % STAGES
+            bar = full.index(slot)
+            if done >= asked:
+                mbarrier.wait(empty.index(slot), ((done // STAGES) & 1) ^ 1)
+                mbarrier.expect(bar, BYTES)
+                _ask_for_weights(maps, boxes, bar, slot, stripe, apart, step, U)
+            if not LISTED:
+                tma.async_copy_global_to_shared(x, [first, step * to.shape[2]], bar, to.index(slot))
+            done += 1
+
+
+@gluon.jit
+def copy(ring, lists, x, numbers, FORM: gl.constexpr):
+    """Fill the ring with the rows of x of each block's slots, for all items of the program."""
+    NB: gl.constexpr = FORM[2]
+    STAGES: gl.constexpr = FORM[4]
+    EVEN: gl.constexpr = FORM[7]
+    EACH: gl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+    L: gl.constexpr = gl.BlockedLayout([1, EACH], [4, 8], [gl.num_warps(), 1], [1, 0])
+    ROWS: gl.constexpr = min(NB, 32)
+    _blocks, slots, count, order = lists
+    _codes, _scales, to, full, empty = ring
+    _N, width, along_n, steps, share = numbers
+    wait_for_kernels_ahead()
+    turn = gl.program_id(0) // along_n
+    tile = gl.program_id(0) % along_n
+    last = gl.load(count) - 1
+    listed, there = _rows(slots, _dealt(order, turn, last), NB, ROWS, L)
+    done = 0
+    for _ in range(gl.program_id(0), (last + 1) * along_n, gl.num_programs(0)):
         rows = ()
         for i in gl.static_range(NB // ROWS):
             rows = rows + (gl.maximum(listed[i], 0) // share,)
         here = there
-        block, tile = _after(block, tile, along_n)
-        listed, there = _rows(slots, gl.minimum(block, last), NB, ROWS, L)
-        place = gl.load(blocks + gl.minimum(block, last))
+        turn, tile = _after(turn, tile, along_n)
+        listed, there = _rows(slots, _dealt(order, turn, last), NB, ROWS, L)
         for step in range(steps):
             slot = done % STAGES
-            if done >= asked:
-                mbarrier.wait(empty.index(slot), ((done // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), BYTES)
-                _ask_for_weights(maps, ring, slot, stripe, step, stripes // 2, C, U, GATED)
+            mbarrier.wait(empty.index(slot), ((done // STAGES) & 1) ^ 1)
             for i in gl.static_range(NB // ROWS):
                 if i == 0:
-                    _copy(x, to.index(slot).slice(0, ROWS, dim=0), rows[0], step, K, U, EVEN, L)
+                    _copy(x, to.index(slot).slice(0, ROWS, dim=0), rows[0], step, width, EVEN, L)
                 elif here[i]:
-                    _copy(x, to.index(slot).slice(i * ROWS, ROWS, dim=0), rows[i], step, K, U, EVEN, L)
+                    _copy(x, to.index(slot).slice(i * ROWS, ROWS, dim=0), rows[i], step, width, EVEN, L)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             done += 1
 
 
 @gluon.jit
-def _arrived(ring, done, STAGES: gl.constexpr):
+def _arrived(ring, done, STAGES: gl.constexpr, LISTED: gl.constexpr):
     """The slot of a step that is there."""
     slot = done % STAGES
     mbarrier.wait(ring[3].index(slot), (done // STAGES) & 1)
-    fence_async_shared()  # lanes copied the rows, and the matrix units read them
+    if LISTED:
+        fence_async_shared()  # lanes copied the rows, and the matrix units read them
     return slot
 
 
@@ -155,7 +196,7 @@ def _issue(ring, slot, acc, unit: gl.constexpr, half: gl.constexpr, WHICH: gl.co
     """Decode 64 rows of a unit, and have them multiplied: sums on their way, and what is read for them meanwhile."""
     W: gl.constexpr = acc.shape[1]
     A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    w = decoded(ring, (slot * MUL[0] + WHICH) * 2 + half, unit, 4, MUL[3], MUL[4], MUL[5], A)
+    w = decoded(ring, (slot * 2 + half) * MUL[0] + WHICH, unit, 4, MUL[3], MUL[4], MUL[5], A)
     x = ring[2].index(slot).slice(0, W, dim=0).slice(64 * unit, 64, dim=1)
     return warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True), w
 
@@ -179,13 +220,13 @@ def multiply(ring, done, steps, WHICH: gl.constexpr, MMA: gl.constexpr, W: gl.co
     STAGES: gl.constexpr = MUL[2]
     g = gl.zeros([64, W], gl.float32, MMA)
     u = gl.zeros([64, W], gl.float32, MMA)
-    slot = _arrived(ring, done, STAGES)
+    slot = _arrived(ring, done, STAGES, MUL[6])
     g, a = _issue(ring, slot, g, 0, 0, WHICH, MUL)
     g, u, a, b = _others(ring, slot, g, u, a, WHICH, MUL)
     for _ in range(steps - 1):
         before = slot
         done += 1
-        slot = _arrived(ring, done, STAGES)
+        slot = _arrived(ring, done, STAGES, MUL[6])
         g, a = _issue(ring, slot, g, 0, 0, WHICH, MUL)
         g, u, a, b = warpgroup_mma_wait(1, deps=[g, u, a, b])
         mbarrier.arrive(ring[4].index(before), count=1)
@@ -212,12 +253,44 @@ def multiply_small(
         mbarrier.wait(ring[3].index(slot), (done // STAGES) & 1)
         for unit in gl.static_range(MUL[1]):
             x = ring[2].index(slot).slice(0, W, dim=0).slice(64 * unit, 64, dim=1).permute((1, 0)).load(B)
-            box = (slot * C + WHICH) * 2
+            box = slot * 2 * C + WHICH
             g = mma_v2(decoded(ring, box, unit, 4, HALF, MUL[4], MUL[5], A), x, g)
-            u = mma_v2(decoded(ring, box + 1, unit, 4, HALF, MUL[4], MUL[5], A), x, u)
+            u = mma_v2(decoded(ring, box + C, unit, 4, HALF, MUL[4], MUL[5], A), x, u)
         mbarrier.arrive(ring[4].index(slot), count=1)
         done += 1
     return g, u, done
+
+
+@gluon.jit
+def multiply_fp8(ring, done, steps, WHICH: gl.constexpr, MMA: gl.constexpr, W: gl.constexpr, MUL: gl.constexpr):
+    """The same of e4m3, as ``fp8_gluon_code`` has it: words are read ahead, and are bytes when the units are free."""
+    C: gl.constexpr = MUL[0]
+    STAGES: gl.constexpr = MUL[2]
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    g = gl.zeros([64, W], gl.float32, MMA)
+    u = gl.zeros([64, W], gl.float32, MMA)
+    slot = _arrived(ring, done, STAGES, MUL[6])
+    words, pairs = load(ring, slot * 2 * C + WHICH, 4, 2)
+    for _ in range(steps - 1):
+        x = ring[2].index(slot).slice(0, W, dim=0).permute((1, 0))
+        g = warpgroup_mma(decoded_fp8(words, pairs, 4, 2, MUL[5], MUL[4], A), x, g, is_async=True)
+        words, pairs = load(ring, (slot * 2 + 1) * C + WHICH, 4, 2)
+        g, words, pairs = warpgroup_mma_wait(0, deps=[g, words, pairs])
+        u = warpgroup_mma(decoded_fp8(words, pairs, 4, 2, MUL[5], MUL[4], A), x, u, is_async=True)
+        before = slot
+        done += 1
+        slot = _arrived(ring, done, STAGES, MUL[6])
+        words, pairs = load(ring, slot * 2 * C + WHICH, 4, 2)
+        u, words, pairs = warpgroup_mma_wait(0, deps=[u, words, pairs])
+        mbarrier.arrive(ring[4].index(before), count=1)
+    x = ring[2].index(slot).slice(0, W, dim=0).permute((1, 0))
+    g = warpgroup_mma(decoded_fp8(words, pairs, 4, 2, MUL[5], MUL[4], A), x, g, is_async=True)
+    words, pairs = load(ring, (slot * 2 + 1) * C + WHICH, 4, 2)
+    g, words, pairs = warpgroup_mma_wait(0, deps=[g, words, pairs])
+    u = warpgroup_mma(decoded_fp8(words, pairs, 4, 2, MUL[5], MUL[4], A), x, u, is_async=True)
+    u = warpgroup_mma_wait(0, deps=[u])
+    mbarrier.arrive(ring[4].index(slot), count=1)
+    return g, u, done + 1
 
 
 @gluon.constexpr_function
@@ -251,14 +324,18 @@ def _factors(scale2, place, n, N, MMA: gl.constexpr, PER_ROW: gl.constexpr):
     """What sums of 64 features n on are multiplied by: of each feature, or of all."""
     rows = n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
     if PER_ROW:
-        return gl.load(scale2 + place * N + rows, mask=rows < N, other=0.0)[:, None]
-    return gl.load(scale2 + place)
+        found = gl.load(scale2 + place * N + rows, mask=rows < N, other=0.0)[:, None]
+    else:
+        found = gl.load(scale2 + place)
+    return found
 
 
 @gluon.jit
-def _finished(acc, factors, bias, place, n, N, BIAS: gl.constexpr, FACTOR: gl.constexpr):
-    """(64, W) sums of features n on of an expert -> times its scale2, with its bias."""
+def _finished(acc, factors, tokens, bias, place, n, N, BIAS: gl.constexpr, FACTOR: gl.constexpr):
+    """(64, W) sums of features n on of an expert -> times its scale2 and tokens' scales, with its bias."""
     acc = acc * (factors * FACTOR)
+    if tokens is not None:
+        acc = acc * gl.convert_layout(tokens, gl.SliceLayout(0, acc.type.layout))[None, :]
     if BIAS:
         rows = n + gl.arange(0, 64, layout=gl.SliceLayout(1, acc.type.layout))
         acc = acc + gl.load(bias + place * N + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
@@ -267,8 +344,8 @@ def _finished(acc, factors, bias, place, n, N, BIAS: gl.constexpr, FACTOR: gl.co
 
 @gluon.jit
 def _block(
-    ring, given, slots, place, tile, done, steps, WHICH: gl.constexpr, W: gl.constexpr, SMALL: gl.constexpr,
-    FORM: gl.constexpr,
+    ring, given, slots, block, share, place, tile, done, steps, WHICH: gl.constexpr, W: gl.constexpr,
+    SMALL: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """A tile of a block's first W slots, from the ring to out; the steps that have been in the ring then."""
     C: gl.constexpr = FORM[0]
@@ -281,18 +358,24 @@ def _block(
     LIMIT: gl.constexpr = FORM[13]
     UP_FIRST: gl.constexpr = FORM[14]
     FACTOR: gl.constexpr = FORM[17]
-    MUL: gl.constexpr = (C, FORM[1], FORM[4], FORM[18], FORM[15], FORM[16])
+    LISTED: gl.constexpr = FORM[21]
+    SORTED: gl.constexpr = FORM[22]
+    NB: gl.constexpr = FORM[2]
+    MUL: gl.constexpr = (C, FORM[1], FORM[4], FORM[18], FORM[15], FORM[16], LISTED)
+    FP8: gl.constexpr = FORM[18] == gl.float8e4nv
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        [2 if SMALL else 3, 0], [gl.num_warps(), 1], [16, 8] if SMALL else [16, W, 16]
+        [2 if SMALL and not FP8 else 3, 0],
+        [gl.num_warps(), 1],
+        [16, 8] if SMALL and not FP8 else [16, W, 32 if FP8 else 16],
     )
-    stages, out, scale2, bias, N = given
+    stages, out, scale2, xscale, bias, N = given
     stage = stages.index(WHICH)
     if GATED:
         n = (tile * C + WHICH) * 64
         m = n + N // 2
     else:
-        n = (tile * C + WHICH) * 128
-        m = n + 64
+        n = (tile * 2 * C + WHICH) * 64
+        m = n + 64 * C
     # read ahead of the products, which take longer
     of_g = _factors(scale2, place, n, N, MMA, PER_ROW)
     of_u = _factors(scale2, place, m, N, MMA, PER_ROW)
@@ -300,13 +383,23 @@ def _block(
     AT_ONCE: gl.constexpr = min(W, HEIGHT)
     for i in gl.static_range(W // AT_ONCE):
         inside = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, _across(TO, gl.num_warps())))
-        rows = rows + (gl.load(slots + i * AT_ONCE + inside),)
-    if SMALL:
+        if SORTED:
+            rows = rows + (block * NB + i * AT_ONCE + inside,)
+        else:
+            rows = rows + (gl.load(slots + block * NB + i * AT_ONCE + inside),)
+    tokens = None
+    if FP8:
+        row = block * NB + gl.arange(0, W, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        if LISTED:
+            row = gl.maximum(gl.load(slots + row), 0) // share
+        tokens = gl.load(xscale + row)
+        g, u, done = multiply_fp8(ring, done, steps, WHICH, MMA, W, MUL)
+    elif SMALL:
         g, u, done = multiply_small(ring, done, steps, WHICH, MMA, W, MUL)
     else:
         g, u, done = multiply(ring, done, steps, WHICH, MMA, W, MUL)
-    g = _finished(g, of_g, bias, place, n, N, BIAS, FACTOR)
-    u = _finished(u, of_u, bias, place, m, N, BIAS, FACTOR)
+    g = _finished(g, of_g, tokens, bias, place, n, N, BIAS, FACTOR)
+    u = _finished(u, of_u, tokens, bias, place, m, N, BIAS, FACTOR)
     if GATED:
         if UP_FIRST:
             h = _gated(u, g, ACTIVATION, LIMIT)
@@ -329,36 +422,39 @@ def consume(ring, lists, given, numbers, WHICH: gl.constexpr, FORM: gl.constexpr
     LOW: gl.constexpr = FORM[3]
     SMALL: gl.constexpr = FORM[19]
     MID: gl.constexpr = FORM[20]
-    blocks, slots, count = lists
-    _N, _K, along_n, steps, _share = numbers
+    blocks, slots, count, order = lists
+    _N, _width, along_n, steps, share = numbers
     wait_for_kernels_ahead()
     last = gl.load(count) - 1
-    block = gl.program_id(0) // along_n
+    turn = gl.program_id(0) // along_n
     tile = gl.program_id(0) % along_n
-    place = gl.load(blocks + gl.minimum(block, gl.maximum(last, 0)))
+    block = _dealt(order, turn, last)
+    place = gl.load(blocks + block)
     done = 0
-    for t in range(gl.program_id(0), (last + 1) * along_n, gl.num_programs(0)):
+    for _ in range(gl.program_id(0), (last + 1) * along_n, gl.num_programs(0)):
+        own = block
         at = slots + block * NB
         expert = place
         part = tile
-        block, tile = _after(block, tile, along_n)
-        place = gl.load(blocks + gl.minimum(block, last))
+        turn, tile = _after(turn, tile, along_n)
+        block = _dealt(order, turn, last)
+        place = gl.load(blocks + block)
         if SMALL:
-            done = _block(ring, given, at, expert, part, done, steps, WHICH, NB, True, FORM)
+            done = _block(ring, given, slots, own, share, expert, part, done, steps, WHICH, NB, True, FORM)
         elif MID:
             if gl.load(at + LOW) < 0:
-                done = _block(ring, given, at, expert, part, done, steps, WHICH, LOW, True, FORM)
+                done = _block(ring, given, slots, own, share, expert, part, done, steps, WHICH, LOW, True, FORM)
             elif gl.load(at + MID) < 0:
-                done = _block(ring, given, at, expert, part, done, steps, WHICH, MID, False, FORM)
+                done = _block(ring, given, slots, own, share, expert, part, done, steps, WHICH, MID, False, FORM)
             else:
-                done = _block(ring, given, at, expert, part, done, steps, WHICH, NB, False, FORM)
+                done = _block(ring, given, slots, own, share, expert, part, done, steps, WHICH, NB, False, FORM)
         elif LOW:
             if gl.load(at + LOW) < 0:
-                done = _block(ring, given, at, expert, part, done, steps, WHICH, LOW, True, FORM)
+                done = _block(ring, given, slots, own, share, expert, part, done, steps, WHICH, LOW, True, FORM)
             else:
-                done = _block(ring, given, at, expert, part, done, steps, WHICH, NB, False, FORM)
+                done = _block(ring, given, slots, own, share, expert, part, done, steps, WHICH, NB, False, FORM)
         else:
-            done = _block(ring, given, at, expert, part, done, steps, WHICH, NB, False, FORM)
+            done = _block(ring, given, slots, own, share, expert, part, done, steps, WHICH, NB, False, FORM)
 
 
 @gluon.jit
@@ -368,12 +464,14 @@ def experts(
     x,
     out,
     scale2,
+    xscale,
     bias,
     blocks,
     slots,
     count,
+    order,
     N,
-    K,
+    width,
     along_n,
     steps,
     share,
@@ -399,21 +497,26 @@ def experts(
     FACTOR: gl.constexpr,
     SMALL: gl.constexpr,
     MID: gl.constexpr,
+    LISTED: gl.constexpr,
+    SORTED: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     """A product of experts: of rows of x with tiles of their weights, for all blocks of slots.
 
     Args:
         codes_map: boxes (4, 8 U, 16) of i32 (tiles of all experts, 8 units, 16).
         scales_map: boxes (4, 16 U) of i32 (tiles, 16 units).
-        x: (slots / share, K) bf16 or f16.
+        x: (slots / share, width) bf16, f16, or e4m3 in the order of ``fp8_gluon_code``; zeros, or none, from K on.
         out: (slots, N), or (slots, N / 2) if GATED.
         scale2: f32, (E,) or (E, N).
+        xscale: f32, of each row of x, which e4m3 was divided by.
         bias: (E, N), if BIAS.
         blocks: i32, the place of each block's expert.
         slots: i32, of each block NB; -1 behind the last one of a block that is not full.
         count: i32, how many blocks there are.
+        order: i32, those in the order in which they are dealt out, if ORDERED.
         N: features of an expert, a multiple of 16, and of 32 if GATED.
-        K: a multiple of 16.
+        width: of x, a multiple of 16.
         along_n: tiles of a block.
         steps: of a tile.
         share: slots that share a row of x.
@@ -428,56 +531,86 @@ def experts(
         COPIERS: warps of the producer.
         GATED: the second half of the features is multiplied with the activation of the first.
         EARLY: lists and weights are older than the kernel ahead.
-        EVEN: K is steps times 64 U.
+        EVEN: width is steps times 64 U.
         PER_ROW: scale2 differs by feature.
         BIAS: a bias is added.
         ACTIVATION: of results, by name, or None.
         LIMIT: of gates and ups, or None.
         UP_FIRST: the first half of the features are ups.
-        DECODE: assembly: a word and a pair of scales -> four pairs of products.
-        SCALES: assembly: four scale bytes -> two pairs of scales.
+        DECODE: assembly: a word and a pair of scales -> four pairs of products; or fp8's LOOK_UP.
+        SCALES: assembly: four scale bytes -> two pairs of scales; or fp8's TABLE.
         FACTOR: what products lack beside scale2.
+        SMALL: all are multiplied by m16n8k16.
+        MID: as many are multiplied where there are more than LOW and no more than these; 0: none are.
+        LISTED: rows of x are copied, of each slot; else they are in the order of blocks, and x is boxes (NB, 64 U).
+        SORTED: rows of out are in the order of blocks, too; else of slots.
+        ORDERED: there is an order.
     """
     TO: gl.constexpr = out.dtype.element_ty
-    HALF: gl.constexpr = x.dtype.element_ty
-    codes = gl.allocate_shared_memory(gl.int32, [STAGES * C * 2, 4, 8 * U, 16], codes_map.layout)
-    scales = gl.allocate_shared_memory(gl.int32, [STAGES * C * 2, 4, 16 * U], scales_map.layout)
-    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    HALF: gl.constexpr = x.dtype.element_ty if LISTED else x.dtype
+    big = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 4 * C, 8 * U, 16], codes_map.layout)
+    of_big = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 4 * C, 16 * U], scales_map.layout)
+    codes = big._reinterpret(gl.int32, [STAGES * 2 * C, 4, 8 * U, 16], codes_map.layout)
+    scales = of_big._reinterpret(gl.int32, [STAGES * 2 * C, 4, 16 * U], scales_map.layout)
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, HALF.primitive_bitwidth, 2)
     rows = gl.allocate_shared_memory(HALF, [STAGES, NB, 64 * U], ROWS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1 + 32 * COPIERS)
+        mbarrier.init(full.index(i), count=1 + (32 * COPIERS if LISTED else 0))
         mbarrier.init(empty.index(i), count=C)
     fence_async_shared()
     WIDE: gl.constexpr = TO.primitive_bitwidth
     stages = gl.allocate_shared_memory(TO, [C, HEIGHT, 64], gl.NVMMASharedLayout(128, WIDE, 2))
     ring = (codes, scales, rows, full, empty)
-    lists = (blocks, slots, count)
-    numbers = (N, K, along_n, steps, share)
-    given = (stages, out, scale2, bias, N)
+    lists = (blocks, slots, count, order if ORDERED else None)
+    numbers = (N, width, along_n, steps, share)
+    given = (stages, out, scale2, xscale, bias, N)
     FORM: gl.constexpr = (
         C, U, NB, LOW, STAGES, GATED, EARLY, EVEN, TO, HEIGHT, PER_ROW, BIAS, ACTIVATION, LIMIT, UP_FIRST,
-        DECODE, SCALES, FACTOR, HALF, SMALL, MID,
+        DECODE, SCALES, FACTOR, HALF, SMALL, MID, LISTED, SORTED,
     )  # fmt: skip
     maps = (codes_map, scales_map)
     if C == 1:
-        gl.warp_specialize(
-            [
-                (consume, (ring, lists, given, numbers, 0, FORM)),
-                (produce, (maps, ring, lists, x, numbers, FORM)),
-            ],
-            [COPIERS],
-            [PRODUCER],
-        )
+        if LISTED:
+            gl.warp_specialize(
+                [
+                    (consume, (ring, lists, given, numbers, 0, FORM)),
+                    (produce, (maps, (big, of_big), ring, lists, x, numbers, FORM)),
+                    (copy, (ring, lists, x, numbers, FORM)),
+                ],
+                [1, COPIERS],
+                [PRODUCER, PRODUCER],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (consume, (ring, lists, given, numbers, 0, FORM)),
+                    (produce, (maps, (big, of_big), ring, lists, x, numbers, FORM)),
+                ],
+                [1],
+                [PRODUCER],
+            )
     else:
         gl.static_assert(C == 2)
-        gl.warp_specialize(
-            [
-                (consume, (ring, lists, given, numbers, 0, FORM)),
-                (consume, (ring, lists, given, numbers, 1, FORM)),
-                (produce, (maps, ring, lists, x, numbers, FORM)),
-            ],
-            [4, COPIERS],
-            [REGISTERS, PRODUCER],
-        )
+        if LISTED:
+            gl.warp_specialize(
+                [
+                    (consume, (ring, lists, given, numbers, 0, FORM)),
+                    (consume, (ring, lists, given, numbers, 1, FORM)),
+                    (produce, (maps, (big, of_big), ring, lists, x, numbers, FORM)),
+                    (copy, (ring, lists, x, numbers, FORM)),
+                ],
+                [4, 1, COPIERS],
+                [REGISTERS, PRODUCER, PRODUCER],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (consume, (ring, lists, given, numbers, 0, FORM)),
+                    (consume, (ring, lists, given, numbers, 1, FORM)),
+                    (produce, (maps, (big, of_big), ring, lists, x, numbers, FORM)),
+                ],
+                [4, 1],
+                [REGISTERS, PRODUCER],
+            )

@@ -27,6 +27,62 @@ def _weights(words, both, T: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.conste
     return tl.reshape(w, [16 * T, 64])
 
 
+@triton.jit
+def sum_of(
+    codes, scales, stripe, x, start, steps, K,
+    T: tl.constexpr, BM: tl.constexpr, U: tl.constexpr, STAGES: tl.constexpr, TAIL: tl.constexpr, HIDDEN: tl.constexpr,
+    UP: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """(16 T, BM) sums over a part of K.
+
+    Args:
+        codes: i32 words.
+        scales: i32, four bytes each.
+        stripe: (T, 1) i64, their numbers.
+        x: (BM, 1) addresses of rows.
+        start: the first unit of 64 k.
+        steps: of U units each.
+        K: a multiple of 16.
+        T: as of ``gemm``.
+        BM: as of ``gemm``.
+        U: as of ``gemm``.
+        STAGES: as of ``gemm``.
+        TAIL: as of ``gemm``.
+        HIDDEN: as of ``gemm``.
+        UP: see ``fragments_code``.
+        STEPS: see ``pairs``.
+        SCALE: (shift, base) of a scale byte.
+        HALF: the dtype of the layout.
+    """
+    units = tl.cdiv(K, 64)
+    pair = tl.arange(0, 32)[None, :]
+    words = codes + (stripe * units + start) * 128 + tl.arange(0, 128)[None, :]
+    fours = scales + (stripe * units + start) * 16 + pair // 2
+    k = start * 64 + tl.arange(0, 64)
+    x = x + k[None, :]
+    total = tl.zeros([16 * T, BM], tl.float32)
+    for i in tl.range(0, steps, num_stages=STAGES):
+        for u in tl.static_range(U):
+            at = i * U + u
+            if TAIL:
+                there = (stripe >= 0) & (start + at < units)
+                held = tl.load(words + at * 128, mask=there, other=0)
+                four = tl.load(fours + at * 16, mask=there, other=0)
+                xs = tl.load(x + at * 64, mask=(k + at * 64 < K)[None, :], other=0.0)
+            else:
+                held = tl.load(words + at * 128)
+                four = tl.load(fours + at * 16)
+                xs = tl.load(x + at * 64)
+            both = four.to(tl.uint32, bitcast=True) >> (pair % 2 * 16)
+            w = _weights(held, both, T, STEPS, SCALE, HALF, UP)
+            if HIDDEN:
+                total = tl.inline_asm_elementwise(
+                    "mov.b32 $0, $1;", "=r,r", [total], dtype=tl.float32, is_pure=False, pack=1
+                )
+            total = tl.dot(w, tl.trans(widened(xs, UP)), total)
+    return total
+
+
 @triton.jit(do_not_specialize=["M", "share", "parts_m"])
 def gemm(
     codes, scales, x, scale2, bias, out, sums, counts, M, N, K, share, parts_m,
@@ -79,32 +135,11 @@ def gemm(
     start = part * share
     steps = tl.cdiv(tl.minimum(start + share, units) - start, U)
     stripe = tl.minimum(tile_n * T + tl.arange(0, T), stripes - 1).to(tl.int64)[:, None]
-    pair = tl.arange(0, 32)[None, :]
-    words = codes + (stripe * units + start) * 128 + tl.arange(0, 128)[None, :]
-    fours = scales + (stripe * units + start) * 16 + pair // 2
     token = tile_m * BM + tl.arange(0, BM)
-    k = start * 64 + tl.arange(0, 64)
-    x = x + (token % M).to(tl.int64)[:, None] * K + k[None, :]
-    total = tl.zeros([16 * T, BM], tl.float32)
-    for i in tl.range(0, steps, num_stages=STAGES):
-        for u in tl.static_range(U):
-            at = i * U + u
-            if TAIL:
-                there = (stripe >= 0) & (start + at < units)
-                held = tl.load(words + at * 128, mask=there, other=0)
-                four = tl.load(fours + at * 16, mask=there, other=0)
-                xs = tl.load(x + at * 64, mask=(k + at * 64 < K)[None, :], other=0.0)
-            else:
-                held = tl.load(words + at * 128)
-                four = tl.load(fours + at * 16)
-                xs = tl.load(x + at * 64)
-            both = four.to(tl.uint32, bitcast=True) >> (pair % 2 * 16)
-            w = _weights(held, both, T, STEPS, SCALE, HALF, UP)
-            if HIDDEN:
-                total = tl.inline_asm_elementwise(
-                    "mov.b32 $0, $1;", "=r,r", [total], dtype=tl.float32, is_pure=False, pack=1
-                )
-            total = tl.dot(w, tl.trans(widened(xs, UP)), total)
+    x = x + (token % M).to(tl.int64)[:, None] * K
+    total = sum_of(
+        codes, scales, stripe, x, start, steps, K, T, BM, U, STAGES, TAIL, HIDDEN, UP, STEPS, SCALE, HALF
+    )  # fmt: skip
 
     rows = tile_n * (16 * T) + tl.arange(0, 16 * T)
     to = out + token.to(tl.int64)[None, :] * N + rows[:, None]

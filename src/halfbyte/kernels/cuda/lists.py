@@ -13,9 +13,9 @@ number, and cut into blocks of ``size`` that are of one place each. What a consu
 A slot has no place where its expert is not of the stack. It is then skipped or refused, as ``Numbers`` says: nothing
 computes it, and ``combine`` adds nothing, or makes the token NaN, of which ``halfbyte.kernels.cuda.refused`` tells.
 
-All is deterministic: a slot's place among the sorted ones is counted, by programs of ``CHUNK`` slots that each look at
-all of them, or where there are many at what an earlier launch counted. Both launches start early, and let the one
-behind start early (see ``halfbyte.kernels.cuda.step``), which must not read lists before its own wait.
+All is deterministic: a slot's place among the sorted ones is counted, by programs of 32 or 64 slots that each look
+at all of them, or where there are many at what two earlier launches counted and added up. Each launch starts early, and
+lets the one behind start early (see ``halfbyte.kernels.cuda.step``), which must not read lists before its own wait.
 """
 
 from __future__ import annotations
@@ -35,17 +35,20 @@ IDS: Final = {"int32": "*i32", "int64": "*i64"}
 HOPPER: Final = 90
 """The compute capability from which on kernels may overlap."""
 SKIPPED: Final = -1
-CHUNK: Final = 64
-"""Slots of a program that looks at all."""
 MOST_AT_ONCE: Final = 2048
-"""Slots that a program looks at; with more, there are two launches."""
-COUNTED: Final = 512
-"""Slots of a program where there are two launches."""
+"""Slots that a program looks at, of up to ``MOST_BINS`` experts; with more of either there are three launches."""
+MOST_BINS: Final = 128
+COUNTED: Final = 64
+"""Slots of a program where there are more launches."""
+ROWS: Final = 128
+SOME: Final = 16
+"""Chunks and places that a program adds up at once."""
 RUNS: Final = 16
 """Blocks of a program, where slots are sorted already."""
 WORD: Final = 4
 BLOCK: Final = 512
-"""Values of a program of ``combine``."""
+"""Values of a program of ``combine``; four times as many where it passes over most slots."""
+MANY: Final = 1024
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,19 @@ class Lists:
     @property
     def at_once(self) -> bool:
         """Whether there is one launch."""
-        return self.tokens * self.top <= MOST_AT_ONCE
+        return self.tokens * self.top * max(MOST_BINS, _bins(self.numbers)) <= MOST_AT_ONCE * MOST_BINS
+
+    @property
+    def chunk(self) -> int:
+        """Slots of a program."""
+        if not self.at_once:
+            return COUNTED
+        return 32 if self.tokens * self.top <= MOST_AT_ONCE // 2 or _bins(self.numbers) <= 64 else 64
+
+    @property
+    def chunks(self) -> int:
+        """Programs."""
+        return -(-self.tokens * self.top // self.chunk)
 
     @property
     def blocks(self) -> int:
@@ -162,7 +177,7 @@ class Lists:
     @property
     def nbytes(self) -> int:
         """Of all."""
-        counted = 0 if self.at_once else -(-self.tokens * self.top // COUNTED) * _bins(self.numbers)
+        counted = 0 if self.at_once else (self.chunks + 1) * _bins(self.numbers)
         return WORD * (self.table + counted)
 
 
@@ -188,24 +203,30 @@ def counts_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str
     return signature, constants, 4
 
 
+def sums_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str, Any], int]:
+    """As ``counts_parts``."""
+    constants = {"ROWS": ROWS, "SOME": SOME, "BINS": _bins(made.numbers), "EARLY": capability >= HOPPER}
+    return {"table": "*i32:16", "CHUNKS": "i32"}, constants, 4
+
+
 def lists_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str, Any], int]:
     """As ``counts_parts``."""
     slots = made.tokens * made.top
-    every = max(CHUNK, 1 << (slots - 1).bit_length()) if made.at_once else 0
+    every = max(made.chunk, 1 << (slots - 1).bit_length()) if made.at_once else 0
+    bins = _bins(made.numbers)
     signature = {
         "indices": IDS[made.ids], "places": "*i32", "blocks": "*i32:16", "slots": "*i32:16", "count": "*i32:16",
         "offsets": "*i32:16", "table": "*i32:16", "refused": "*i64", "SLOTS": "i32",
     }  # fmt: skip
     constants = {
         "SIZE": made.size,
-        "CHUNK": CHUNK if every else COUNTED,
+        "CHUNK": made.chunk,
         "ALL": every,
-        "BINS": _bins(made.numbers),
-        "TOP": made.top,
+        "BINS": bins,
         **made.numbers.constants(),
         "EARLY": capability >= HOPPER,
     }
-    return signature, constants, 8 if every > 512 or not every else 4
+    return signature, constants, 8 if every > MOST_AT_ONCE // 2 and made.chunk > 32 else 4
 
 
 def runs_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str, Any], int]:
@@ -226,7 +247,7 @@ def runs_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str, 
 
 
 def combine_parts(
-    h: int, top: int, dtypes: tuple[str, str, str], numbers: Numbers, capability: int
+    h: int, top: int, dtypes: tuple[str, str, str], numbers: Numbers, capability: int, tokens: int = 1
 ) -> tuple[dict[str, str], dict[str, Any], int]:
     """As ``counts_parts``; dtypes of indices, weights and out, which is float32 in the interpreter."""
     ids, weights, out = dtypes
@@ -234,8 +255,24 @@ def combine_parts(
         "y": "*fp32:16", "indices": IDS[ids], "weights": TYPES[weights], "places": "*i32", "out": f"{TYPES[out]}:16",
         "H": "i32:16" if h % ALIGNED == 0 else "i32",
     }  # fmt: skip
-    constants = {"TOP": top, "BLOCK": BLOCK, **numbers.constants(), "EARLY": capability >= HOPPER}
+    constants = {
+        "TOP": top,
+        "BLOCK": block_of(h, tokens, numbers),
+        "SPARSE": _sparse(h, tokens, numbers),
+        **numbers.constants(),
+        "EARLY": capability >= HOPPER,
+    }
     return signature, constants, 4
+
+
+def block_of(h: int, tokens: int, numbers: Numbers) -> int:
+    """Values of a program of ``combine``."""
+    return 4 * BLOCK if _sparse(h, tokens, numbers) else BLOCK
+
+
+def _sparse(h: int, tokens: int, numbers: Numbers) -> bool:
+    """Whether most slots are skipped, and programs many."""
+    return tokens * h > MANY * BLOCK and 2 * len(numbers.local) <= numbers.experts
 
 
 def bind_lists(
@@ -254,12 +291,15 @@ def bind_lists(
     Returns:
         A function of indices (T, k), without gaps, and of memory: (nbytes / 4,) i32, or on a GPU its address.
     """
-    from halfbyte.kernels.cuda.lists_code import counts, lists
+    from halfbyte.kernels.cuda.lists_code import counts, lists, sums
 
     slots = made.tokens * made.top
     run = _program(lists, lists_parts(made, capability), device, early)
-    count = None if made.at_once else _program(counts, counts_parts(made, capability), device, early)
-    chunks = (-(-slots // (CHUNK if made.at_once else COUNTED)), 1, 1)
+    count = add = None
+    if not made.at_once:
+        count = _program(counts, counts_parts(made, capability), device, early)
+        add = _program(sums, sums_parts(made, capability), device, early)
+    chunks, some = (made.chunks, 1, 1), (-(-_bins(made.numbers) // SOME), 1, 1)
     words = (made.blocks, made.slots, made.count, made.offsets, made.table)
     plain, noted = bool(run.plainly), refused.word(device) if word is None else word
     named = None if places is None else (places if plain else places.data_ptr())
@@ -271,8 +311,9 @@ def bind_lists(
         else:
             ids, told = indices.data_ptr(), noted.data_ptr()
             blocks, listed, total, offsets, table = [memory + WORD * word for word in words]
-        if count is not None:
+        if count is not None and add is not None:
             count(chunks, (ids, named, table, slots))
+            add(some, (table, made.chunks))
         run(chunks, (ids, named, blocks, listed, total, offsets, table, told, slots))
 
     return bound
@@ -335,8 +376,8 @@ def bind_combine(
     """
     from halfbyte.kernels.cuda.lists_code import combine
 
-    run = _program(combine, combine_parts(h, top, dtypes, numbers, capability), device, early)
-    grid, plain = (-(-h // BLOCK), tokens, 1), bool(run.plainly)
+    run = _program(combine, combine_parts(h, top, dtypes, numbers, capability, tokens), device, early)
+    grid, plain = (-(-h // block_of(h, tokens, numbers)), tokens, 1), bool(run.plainly)
     named = None if places is None else (places if plain else places.data_ptr())
 
     def bound(y: Any, indices: Any, weights: Any, out: Any) -> None:

@@ -27,6 +27,13 @@ def _first(order, number, AXIS: tl.constexpr):
 
 
 @triton.jit
+def _score(value, most, total, SOFTMAX: tl.constexpr):
+    if SOFTMAX:
+        return tl.exp(value - most) / total
+    return 1 / (1 + tl.exp(-value))
+
+
+@triton.jit
 def route(
     logits, bias, indices, weights, E, scale,
     GROUPS: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, TOP: tl.constexpr, KP: tl.constexpr,
@@ -64,11 +71,11 @@ def route(
         gdc_launch_dependents()
         gdc_wait()
     value = widened(tl.load(logits + token * E + number, mask=there, other=0.0), True)
+    most = tl.max(tl.where(there, value, -float("inf")), 0)
+    total = 1.0
     if SOFTMAX:
-        score = tl.where(there, tl.exp(value - tl.max(tl.where(there, value, -float("inf")), 0)), 0.0)
-        score = score / tl.sum(score, 0)
-    else:
-        score = 1 / (1 + tl.exp(-value))
+        total = tl.sum(tl.where(there, tl.exp(value - most), 0.0), 0)
+    score = _score(value, most, total, SOFTMAX)
     if BIAS:
         by = score + tl.load(bias + number, mask=there, other=0.0)
     elif GROUPS > 1:
@@ -82,12 +89,12 @@ def route(
         member = tl.arange(0, SP)[None, :]
         left = tl.reshape(order, [GP, SP])
         values = tl.reshape(by, [GP, SP])
-        total = tl.zeros([GP], tl.float32)
+        sums = tl.zeros([GP], tl.float32)
         for _ in tl.static_range(BEST):
             best = member == _first(left, member, 1)
-            total += tl.sum(tl.where(best, values, 0.0), 1)
+            sums += tl.sum(tl.where(best, values, 0.0), 1)
             left = tl.where(best, LEAST, left)
-        ahead = tl.where(group < GROUPS, _order(total), LEAST)
+        ahead = tl.where(group < GROUPS, _order(sums), LEAST)
         kept = tl.zeros([GP], tl.int32)
         for _ in tl.static_range(TOP_GROUPS):
             best = group == _first(ahead, group, 0)
@@ -98,18 +105,19 @@ def route(
 
     place = tl.arange(0, KP)
     chosen = tl.zeros([KP], tl.int32)
-    own = tl.zeros([KP], tl.float32)
     for k in tl.static_range(TOP):
-        best = column == _first(order, column, 0)
-        chosen = tl.where(place == k, tl.sum(tl.where(best, number, 0), 0), chosen)
-        own = tl.where(place == k, tl.sum(tl.where(best, score, 0.0), 0), own)
-        order = tl.where(best, LEAST, order)
+        first = _first(order, column, 0)
+        chosen = tl.where(place == k, first, chosen)
+        order = tl.where(column == first, LEAST, order)
+    chosen = chosen // SP * size + chosen % SP
+    value = widened(tl.load(logits + token * E + chosen, mask=place < TOP, other=0.0), True)
+    own = tl.where(place < TOP, _score(value, most, total, SOFTMAX), 0.0)
     if RENORMALIZE:
-        total = tl.sum(own, 0)
+        own_sum = tl.sum(own, 0)
         if SOFTMAX:
-            own = own / total
+            own = own / own_sum
         else:
-            own = own / (total + TINY)
+            own = own / (own_sum + TINY)
     to = token * TOP + place
     tl.store(indices + to, chosen.to(indices.dtype.element_ty), mask=place < TOP)
     tl.store(weights + to, own * scale, mask=place < TOP)

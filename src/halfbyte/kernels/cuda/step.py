@@ -301,8 +301,13 @@ def _load_gate(call: GateCall) -> None:
 def _load_attend(call: AttendCall) -> None:
     made = configure(call)
     _compile("attend", call, *attend_parts(call, made, call.capability))
-    if made.splits > 1:
-        _compile("add_up", call, *add_up_parts(call, made.splits, call.capability))
+    load_add_up(call, made.splits)
+
+
+def load_add_up(call: AttendCall, shares: int) -> None:
+    """Compile what adds up so many shares."""
+    if shares > 1:
+        _compile("add_up", call, *add_up_parts(call, shares, call.capability))
 
 
 def _compile(name: str, call: StepCall, signature: Any, constants: Any, warps: int) -> None:
