@@ -156,9 +156,9 @@ def test_launches_with_lists(launches):
     biases = args.gate_up_bias.data_ptr(), args.down_bias.data_ptr()
     # 3 stripes of gates: 2 programs of a block of 2; 4 of results: 1
     assert first == (
-        "first", (12, 1, 1), (*addresses(args.gate_up), args.hidden.data_ptr(), biases[0], h, *words, 96, 2)
+        "first", (12, 1, 1), (*addresses(args.gate_up), args.hidden.data_ptr(), biases[0], h, *words)
     )  # fmt: skip
-    assert second == ("second", (6, 1, 1), (*addresses(args.down), h, biases[1], y, *words, 64, 1))
+    assert second == ("second", (6, 1, 1), (*addresses(args.down), h, biases[1], y, *words))
     assert base == words[0] < words[1] < words[2] < h
     assert h + 6 * 48 * 2 <= y
     assert not any(at % 16 for at in (*words, h, y))
@@ -174,10 +174,10 @@ def test_launches_of_one_token(launches):
     table = first[2][7]
     assert table.tolist() == [0, 1, 2, -1, 3, 4, 5]
     ids = args.indices.data_ptr()
-    given_ = *addresses(args.gate_up), args.hidden.data_ptr(), None, base, ids, table, 96, 3
+    given_ = *addresses(args.gate_up), args.hidden.data_ptr(), None, base, ids, table
     assert first == ("one first", (6, 1, 1), given_)
     routed = ids, table, args.weights.data_ptr(), base
-    given_ = *addresses(args.down), base, None, args.out.data_ptr(), *routed, 64, 4
+    given_ = *addresses(args.down), base, None, args.out.data_ptr(), *routed
     assert second == ("one second", (4, 1, 1), given_)
 
 

@@ -126,7 +126,7 @@ def first_parts(call: ExpertsCall, bias: str, made: Product, settled: bool) -> t
     tiles = mixture.parts * tiles_of(call.inner, made)
     k = call.shape[-1]
     constants = {
-        "K": k, "TOP": call.top, "R": tiles,
+        "N": call.shape[-2], "PROGRAMS": programs_of(call.inner, made), "K": k, "TOP": call.top, "R": tiles,
         **({"D": depth(k, tiles, made)[0], "ALL": _whole(numbers)} if one else ahead_of(k, tiles, made)),
         **decoding(call.dtype, per_row=call.per_row, bias=call.bias),
         "ACTIVATION": mixture.activation, "GATED": mixture.gated, "UP_FIRST": mixture.gate_up_order == "up_first",
@@ -134,7 +134,7 @@ def first_parts(call: ExpertsCall, bias: str, made: Product, settled: bool) -> t
     }  # fmt: skip
     lists = ("blocks_ptr", "slots_ptr", "count_ptr")
     routing = {"indices_ptr": _ids(call), "places_ptr": "*i32"} if one else dict.fromkeys(lists, "*i32")
-    types = weights_of("x_ptr", bias, call.dtype, call.dtype) | routing | {"N": "i32", "PROGRAMS": "i32"}
+    types = weights_of("x_ptr", bias, call.dtype, call.dtype) | routing
     return types, constants
 
 
@@ -142,12 +142,13 @@ def second_parts(call: ExpertsCall, bias: str, made: Product) -> tuple[dict[str,
     """The same of down with lists."""
     tiles = tiles_of(call.shape[-1], made)
     constants = {
-        "K": call.inner, "TOP": 1, "R": tiles, **ahead_of(call.inner, tiles, made),
+        "N": call.shape[-1], "PROGRAMS": programs_of(call.shape[-1], made), "K": call.inner, "TOP": 1, "R": tiles,
+        **ahead_of(call.inner, tiles, made),
         **decoding(call.dtype, per_row=call.down_per_row, bias=call.down_bias),
         "ACTIVATION": None, "GATED": False, "UP_FIRST": False, "LIMIT": None, "EARLY": True,
     }  # fmt: skip
     types = weights_of("x_ptr", bias, call.dtype, "float32")
-    types |= dict.fromkeys(("blocks_ptr", "slots_ptr", "count_ptr"), "*i32") | {"N": "i32", "PROGRAMS": "i32"}
+    types |= dict.fromkeys(("blocks_ptr", "slots_ptr", "count_ptr"), "*i32")
     return types, constants
 
 
@@ -159,6 +160,7 @@ def summed_parts(call: ExpertsCall, bias: str, made: ExpertsDecode) -> tuple[dic
     units = -(-call.inner // UNIT)
     steps = group // parts * -(-units // (second.warps // parts))
     constants = {
+        "N": call.shape[-1], "PROGRAMS": programs_of(call.shape[-1], second),
         "K": call.inner, "TOP": call.top, "R": tiles_of(call.shape[-1], second), "D": min(second.ahead, steps),
         "G": group, "S": parts, "ALL": _whole(numbers) and group == call.top,
         **decoding(call.dtype, per_row=call.down_per_row, bias=call.down_bias),
@@ -166,7 +168,7 @@ def summed_parts(call: ExpertsCall, bias: str, made: ExpertsDecode) -> tuple[dic
     }  # fmt: skip
     types = weights_of("h_ptr", bias, call.dtype, call.out_dtype) | {
         "indices_ptr": _ids(call), "places_ptr": "*i32", "weights_ptr": f"*{TYPES[call.weights]}",
-        "refused_ptr": "*i64", "N": "i32", "PROGRAMS": "i32",
+        "refused_ptr": "*i64",
     }  # fmt: skip
     return types, constants
 
@@ -198,7 +200,7 @@ def configure(call: ExpertsCall) -> ExpertsDecode:
     one, two = (_warps(blocks * programs_of(n, Product())) for n in (call.inner, call.shape[-1]))
     few = slots_each(call) < 2
     if hidden > 64:
-        first = Product(warps=max(2, one), ahead=4, x_ahead=2 if few else 0)
+        first = Product(warps=max(2, one), **({"ahead": 5, "x_ahead": 1} if few else {"ahead": 4}))
     else:
         first = Product(ahead=4, x_ahead=2, registers=128, warps=1) if one == 1 else Product(warps=one, x_ahead=2)
     if two > 1:
@@ -275,8 +277,7 @@ def bind(args: ExpertsArgs, made: ExpertsDecode | None = None) -> Layer:
         for stack in (args.gate_up, args.down)
     ]
     added = [None if b is None else b.data_ptr() for b in biases]
-    rows = call.shape[-2], call.shape[-1]
-    each = programs_of(call.inner, made.first), programs_of(rows[1], made.second)
+    each = programs_of(call.inner, made.first), programs_of(call.shape[-1], made.second)
     alone = listless(call)
     blocks, device = expected_blocks(call), args.hidden.device
     grids = (blocks * each[0], 1, 1), (each[1] if alone else blocks * each[1], 1, 1)
@@ -291,8 +292,8 @@ def bind(args: ExpertsArgs, made: ExpertsDecode | None = None) -> Layer:
             to, scaled = y, tuple[int, ...]()
             if alone:
                 routing, to, scaled = (indices.data_ptr(), table), out.data_ptr(), (weights.data_ptr(), said)
-            first(grids[0], (*stacks[0], hidden.data_ptr(), added[0], h, *routing, rows[0], each[0]))
-            second(grids[1], (*stacks[1], h, added[1], to, *routing, *scaled, rows[1], each[1]))
+            first(grids[0], (*stacks[0], hidden.data_ptr(), added[0], h, *routing))
+            second(grids[1], (*stacks[1], h, added[1], to, *routing, *scaled))
 
         return run
 

@@ -117,7 +117,7 @@ def _block(
     b,
     place,
     group,
-    N,
+    N: gl.constexpr,
     K: gl.constexpr,
     TOP: gl.constexpr,
     R: gl.constexpr,
@@ -150,9 +150,10 @@ def _block(
     STEPS: gl.constexpr = (UNITS + W - 1) // W
     REST: gl.constexpr = STEPS - L * D
     T: gl.constexpr = R // 2 if GATED else R
+    WIDTH: gl.constexpr = N // 2 if GATED else N
 
-    STRIPES = (N + 15) // 16
-    PART = N // 32 if GATED else STRIPES
+    STRIPES: gl.constexpr = (N + 15) // 16
+    PART: gl.constexpr = N // 32 if GATED else STRIPES
     first = group * (16 * T)
     tile = gl.minimum(group * T, PART - T)
     from_here = (place * STRIPES + tile).to(gl.int64)
@@ -176,11 +177,11 @@ def _block(
     xk = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
     odd = (xm % 2 != 0) & (xk < 16) & (xw < W)
     x_row = (_columns(slots_ptr, b, xm, NB) // TOP).to(gl.int64) * (K // 2)
-    if EARLY:
-        _wait()
     x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + x_row + (xw * 32 + xk // 4 * 8 + xk % 4)
     if NB > 8:
         x_at += gl.where(odd, 4, 0)
+    if EARLY:
+        _wait()
     row = gl.arange(0, R * 16, layout=gl.SliceLayout(1, gl.SliceLayout(0, MMA)))
     n = (tile + _stripe(row // 16, T, PART)) * 16 + row % 16
     if PER_ROW:
@@ -244,7 +245,6 @@ def _block(
     if GATED:
         one, two = gl.split(total.reshape(2, T * 16, NB).permute(1, 2, 0))
         total = _gated(two, one, ACTIVATION, LIMIT) if UP_FIRST else _gated(one, two, ACTIVATION, LIMIT)
-        N = N // 2
     elif ACTIVATION is not None:
         total = _activated(total, ACTIVATION)
     OUT: gl.constexpr = total.type.layout
@@ -252,9 +252,9 @@ def _block(
     m = gl.arange(0, NB, layout=gl.SliceLayout(0, OUT))
     f = gl.load(slots_ptr + b * NB + m, cache_modifier=".cg")
     gl.store(
-        out_ptr + (f.to(gl.int64)[None, :] * N + n[:, None]),
+        out_ptr + (f.to(gl.int64)[None, :] * WIDTH + n[:, None]),
         total.to(out_ptr.dtype.element_ty),
-        mask=(f >= 0)[None, :] & ((n >= first) & (n < N))[:, None],
+        mask=(f >= 0)[None, :] & ((n >= first) & (n < WIDTH))[:, None],
     )
 
 
@@ -269,8 +269,8 @@ def listed(
     blocks_ptr,
     slots_ptr,
     count_ptr,
-    N,
-    PROGRAMS,
+    N: gl.constexpr,
+    PROGRAMS: gl.constexpr,
     K: gl.constexpr,
     TOP: gl.constexpr,
     R: gl.constexpr,
@@ -370,8 +370,8 @@ def one_first(
     out_ptr,
     indices_ptr,
     places_ptr,
-    N,
-    PROGRAMS,
+    N: gl.constexpr,
+    PROGRAMS: gl.constexpr,
     K: gl.constexpr,
     TOP: gl.constexpr,
     R: gl.constexpr,
@@ -417,12 +417,12 @@ def one_first(
     UNITS: gl.constexpr = (K + 63) // 64
     STEPS: gl.constexpr = (UNITS + W - 1) // W
     T: gl.constexpr = R // 2 if GATED else R
+    WIDTH: gl.constexpr = N // 2 if GATED else N
 
-    if not EARLY:
-        _wait()
-    _launch_dependents()
-    STRIPES = (N + 15) // 16
-    PART = N // 32 if GATED else STRIPES
+    if EARLY:
+        _launch_dependents()
+    STRIPES: gl.constexpr = (N + 15) // 16
+    PART: gl.constexpr = N // 32 if GATED else STRIPES
     cw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))[:, None, None]
     cr = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))[None, :, None]
     ci = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, CODES)))[None, None, :]
@@ -437,6 +437,9 @@ def one_first(
     x_k = (xm * W + xw) * 64 + xk // 4 * 16
     x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + ((xm * W + xw) * 32 + xk // 4 * 8 + xk % 4)
 
+    if not EARLY:
+        _wait()
+        _launch_dependents()
     if ALL:
         items = TOP * PROGRAMS
     else:
@@ -503,10 +506,8 @@ def one_first(
         if GATED:
             one, two = gl.split(total.reshape(2, T * 16).permute(1, 0))
             total = _gated(two, one, ACTIVATION, LIMIT) if UP_FIRST else _gated(one, two, ACTIVATION, LIMIT)
-            WIDTH = N // 2
         else:
             total = _activated(total, ACTIVATION)
-            WIDTH = N
         n = tile * 16 + gl.arange(0, T * 16, layout=total.type.layout)
         gl.store(
             out_ptr + (slot * WIDTH + n),
@@ -557,8 +558,8 @@ def one_second(
     places_ptr,
     weights_ptr,
     refused_ptr,
-    N,
-    PROGRAMS,
+    N: gl.constexpr,
+    PROGRAMS: gl.constexpr,
     K: gl.constexpr,
     TOP: gl.constexpr,
     R: gl.constexpr,
@@ -611,7 +612,7 @@ def one_second(
 
     _launch_dependents()
     group = gl.program_id(0)
-    STRIPES = (N + 15) // 16
+    STRIPES: gl.constexpr = (N + 15) // 16
     first = group * (16 * R)
     tile = gl.minimum(group * R, STRIPES - R)
     cw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))[:, None, None]
@@ -668,6 +669,8 @@ def one_second(
             if BIAS:
                 added = added + (gl.load(bias_ptr + at_row, mask=n < N, other=0.0).to(gl.float32),)
             shares = shares + (gl.load(weights_ptr + slot).to(gl.float32),)
+        column = h_at + _of_part(slots, 0, xm, G) * (K // 2)
+        own = (xm % S == xw // KW) & (xm < G) & (start + xm < TOP if ALL else start + xm < count)
         codes = ()
         scales = ()
         words = ()
@@ -688,8 +691,6 @@ def one_second(
                 scales = scales + (e,)
             if j == D - 1:
                 _wait()
-                column = h_at + _of_part(slots, 0, xm, G) * (K // 2)
-                own = (xm % S == xw // KW) & (xm < G) & (start + xm < TOP if ALL else start + xm < count)
                 if STEPS <= HELD:
                     for i in gl.static_range(STEPS):
                         words = words + (_words(column + i * KW * 32, None, own & (h_k + i * KW * 64 < K), 8),)
