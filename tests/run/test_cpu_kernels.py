@@ -568,7 +568,7 @@ def host_assembly(form, several):
 
     code = product_code._unit_of(product_code.NAMES.index(form), several)
     code._cache = caching.NullCache()
-    code.compile(product_code._numbers(9))
+    code.compile(product_code._numbers(11))
     return "\n".join(code.inspect_asm().values())
 
 
