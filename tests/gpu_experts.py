@@ -15,7 +15,7 @@ import torch
 from expert_cases import Case, assert_meant, routing, tokens
 from halfbyte.kernels import ExpertsArgs, GroupedArgs
 from halfbyte.kernels.cuda import grouped_triton
-from halfbyte.kernels.cuda.experts_triton import CONFIGURATIONS, ExpertsTriton, listless, products_of
+from halfbyte.kernels.cuda.experts_triton import CONFIGURATIONS, ONE, ExpertsTriton, listless, products_of
 from halfbyte.kernels.cuda.lists import Lists, Numbers, bind_combine, bind_lists, bind_runs
 from halfbyte.ops import pack
 from halfbyte.weight import Weight
@@ -68,7 +68,7 @@ def interpreted() -> Iterator[str]:
         if case.mixture.padding:
             indices[np.arange(count) % 3 == 0, 1] = -1
             indices[4] = 5
-        for made in CONFIGURATIONS:
+        for made in (ONE, *CONFIGURATIONS):
             if made.size > 8 * count:
                 continue
             layout = "fragments" if dtype == "bfloat16" else "fragments(dtype=float16)"
@@ -103,7 +103,7 @@ def grouped() -> Iterator[str]:
         given = x[: len(expert)].double().numpy()
         want = np.einsum("tnk,tk->tn", wide, given) + (0 if added is None else added.double().numpy()[expert])
         size = np.einsum("tnk,tk->tn", np.abs(wide), np.abs(given)) + np.abs(want)
-        for made in CONFIGURATIONS:
+        for made in (ONE, *CONFIGURATIONS):
             out = torch.full((rows, n), -7.0)
             args = GroupedArgs(x=x, counts=torch.tensor(counts), weight=packed, bias=added, out=out)
             lies = grouped_triton.lists_of(args.call(), made)

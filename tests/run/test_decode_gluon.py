@@ -217,12 +217,16 @@ def test_activations_at_odd_addresses_are_copied(launches):
 def code_of(shape=(14336, 4096), rows=8, dtype="bfloat16", out_dtype="bfloat16", made=None, **flags):
     from halfbyte.kernels.cuda.decode_gluon_code import decode
 
-    made = made or (decode_gluon.FEW if rows <= 8 else decode_gluon.MANY)
+    made = made or made_of({"rows": rows})
     flags = {"per_row": True, "bias": False} | flags
     held = constants(shape, rows, dtype, made=made, **flags)
     types = {name: of.removesuffix(":16") for name, of in signature(dtype, out_dtype, "float32").items()}
     options = {"num_warps": made.warps} | ({"maxnreg": made.registers} if made.registers else {})
     return Program(decode, types, held, options).compile(90), held
+
+
+def made_of(case):
+    return case.get("made") or (decode_gluon.FEW if case.get("rows", 8) <= 8 else decode_gluon.MANY)
 
 
 CODES = [
@@ -239,6 +243,34 @@ CODES = [
 
 
 @needs_triton
+@pytest.mark.parametrize("columns", [2, 4, 8])
+def test_sums_are_passed_from_column_to_column(columns):
+    """Lane c of a quad holds columns 2 c and 2 c + 1."""
+    from halfbyte.kernels.cuda.decode_gluon_code import _passed_code
+
+    held = [[None, None] for _ in range(4)]
+    for first in range(0, 8, columns):
+        held[first // 2][0] = f"of {first}"
+    for j in range(20):
+        before, held = held, [[None, None] for _ in range(4)]
+        for lane in range(4):
+            registers = dict(zip(("$2", "$3"), before[lane], strict=True))
+            for line in _passed_code(j, columns).split(";")[:-1]:
+                name, *words = line.replace(",", "").split()
+                if name == "mov.b32":
+                    registers[words[0]] = registers[words[1]]
+                elif name in ("shfl.sync.up.b32", "shfl.sync.down.b32"):
+                    other = lane + int(words[2]) * (-1 if "up" in name else 1)
+                    registers[words[0]] = before[other][("$2", "$3").index(words[1])] if 0 <= other < 4 else None
+                else:
+                    raise AssertionError(line)
+            held[lane] = [registers["$0"], registers["$1"]]
+        for first in range(0, 8, columns):
+            column = first + (j + 1) % columns
+            assert held[column // 2][column % 2] == f"of {first}", j
+
+
+@needs_triton
 @pytest.mark.parametrize(("case", "registers", "per_step"), CODES)
 def test_machine_code(case, registers, per_step):
     code, held = code_of(**case)
@@ -249,7 +281,9 @@ def test_machine_code(case, registers, per_step):
     print(code, len(matrix))
     assert (code.stack, code.spills, code.warnings) == (0, 0, [])
     assert code.registers <= registers
-    assert count(code.opcodes, r"SHFL") == sum(opcode.startswith("SHFL") for opcode in opcodes[matrix[-1] :])
+    passed = 2 * held["R"] * sum(j % 2 for j in range(-(-held["K"] // (64 * made_of(case).warps)) - 1))
+    behind = sum(opcode.startswith("SHFL") for opcode in opcodes[matrix[-1] :])
+    assert count(code.opcodes, r"SHFL") == behind + (passed if held["S"] > 2 else 0)
     steps = 4 * held["R"] * held["NB"] // 8
     assert not len(matrix) % steps
     inside = matrix[-1] - matrix[0] + 1

@@ -43,7 +43,7 @@ def test_in_the_interpreter():
         cwd=Path(__file__).parents[1],
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "made 150\ncombined 60\nrefused 4\nsorted_already 36\n"), done.stderr[
+    assert (done.returncode, done.stdout) == (0, "made 155\ncombined 60\nrefused 4\nsorted_already 36\n"), done.stderr[
         -3000:
     ]
 
@@ -53,14 +53,17 @@ def programs(capability):
     from halfbyte.kernels.cuda import lists_code
 
     numbers = Numbers(512, tuple(range(512)), padding=True)
+    few_held = Numbers(512, tuple(range(64)), remote=True)
     few, many = (Lists(tokens, 8, 8, numbers) for tokens in (16, 4096))
     dtypes = "int64", "float32", "bfloat16"
     for kernel, (signature, constants, warps) in (
         (lists_code.lists, lists.lists_parts(few, capability)),
         (lists_code.lists, lists.lists_parts(many, capability)),
         (lists_code.counts, lists.counts_parts(many, capability)),
+        (lists_code.sums, lists.sums_parts(many, capability)),
         (lists_code.runs, lists.runs_parts(many, capability)),
         (lists_code.combine, lists.combine_parts(2048, 8, dtypes, numbers, capability)),
+        (lists_code.combine, lists.combine_parts(2048, 8, dtypes, few_held, capability, 4096)),
     ):
         arguments = {name: of.removesuffix(":16") for name, of in signature.items()}
         yield Program(kernel, arguments, constants, {"num_warps": warps}, ("H",) if "H" in arguments else ())
@@ -76,6 +79,7 @@ def test_machine_code(capability):
 
 
 @needs_triton
+@pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("part", PARTS)
 def test_on_a_gpu(part):

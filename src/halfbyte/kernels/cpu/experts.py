@@ -45,7 +45,7 @@ def _bind(args: ExpertsArgs) -> Callable[..., None]:
     mixture, dtype = args.mixture, dtype_name(args.hidden.dtype)
     (tokens, top), (held, hidden, inner) = args.indices.shape, args.down.shape
     one, two = args.gate_up.buffers(), args.down.buffers()
-    form, width, unit, stage, finish = parts(form_of(dtype, "pre_scale" in one or "pre_scale" in two))
+    form, width, unit, stage = parts(form_of(dtype, "pre_scale" in one or "pre_scale" in two))
     places = np.full(mixture.experts, -1, np.int32)
     places[list(mixture.local)] = np.arange(held, dtype=np.int32)
     kept: list[Any] = [places]
@@ -68,7 +68,7 @@ def _bind(args: ExpertsArgs) -> Callable[..., None]:
         "limit": limit.view(np.uint32),
         "kind": KINDS[dtype], "out_kind": KINDS[dtype_name(args.out.dtype)],
         "weights_kind": KINDS[dtype_name(args.weights.dtype)], "form": form, "width": width, "unit_code": unit,
-        "stage_code": stage, "finish_code": finish,
+        "stage_code": stage,
         "order": ORDERS.index(mixture.gate_up_order) if mixture.gated else len(ORDERS),
         "activation": (*ACTIVATIONS, SWIGLU).index(mixture.activation),
         "hidden": hidden, "inner": inner,

@@ -20,6 +20,7 @@ from halfbyte import jit
 from halfbyte.kernels.cpu.activation_code import activate
 from halfbyte.kernels.cpu.product_code import (
     FEW,
+    GAINS,
     TOKENS,
     UNIT,
     call_at,
@@ -38,16 +39,16 @@ _ITEMS = 16
 """Items for each thread, where there are rows enough."""
 
 (
-    TOP, EXPERTS, HELD, PLACES, WIDE_IDS, WEIGHTS_KIND, KIND, FORM, WIDTH, UNIT_CODE, STAGE_CODE, FINISH_CODE, ORDER,
+    TOP, EXPERTS, HELD, PLACES, WIDE_IDS, WEIGHTS_KIND, KIND, FORM, WIDTH, UNIT_CODE, STAGE_CODE, ORDER,
     ACTIVATION, LIMITED, LIMIT, OUT_KIND, HIDDEN, INNER, PRE, DOWN_PRE, CODES, SCALES, SCALE2, PER_ROW, BIAS, BIAS_KIND,
     DOWN_CODES, DOWN_SCALES, DOWN_SCALE2, DOWN_PER_ROW, DOWN_BIAS, DOWN_BIAS_KIND, SORTED, POSITION, CURSOR,
     PLACE, FIRST, CHUNK, X, H, Y,
-) = range(42)  # fmt: skip
+) = range(41)  # fmt: skip
 """What is the same in all calls. Sizes, numbers and addresses of ``halfbyte.kernels.experts.ExpertsArgs``, then:
 
 - places: (experts,) i32, the place of each expert in the stacks by its number, or -1;
 - limit: the bits of an f32, where ``limited``;
-- unit_code, stage_code, finish_code: the addresses of the parts of ``product_code``;
+- unit_code, stage_code: the addresses of the parts of ``product_code``;
 - sorted: and all that follow, where they begin in the scratch of a call: slots by the place of their expert, i64; of
   each slot where it is among those, or -1; for each expert held where its next slot goes; of the experts that have
   slots the place, the first slot, and the first group of up to TOKENS; then staged activations, staged h, and y in f32.
@@ -121,22 +122,37 @@ def _item(fixed, scratch, touched, n, rows, index):
     return place, start, min(TOKENS, _get(first, at + 1) - start), low, min(n, low + rows)
 
 
-@_plain
-def _multiply(fixed, which, place, n, k, x, next_token, count, low, high, sums):
-    """Results (T, UNIT) f32 of some rows of the expert at a place; ``which`` is 0 for gate and up, else for down."""
-    codes = _get(fixed, CODES + which) + place * n * (k // 2)
-    scales = _get(fixed, SCALES + which) + place * n * (k // 16)
+@njit(nogil=True, error_model="numpy")
+def _multiply(fixed, which, place, n, k, x, next_token, count, low, high, then_place, then_row, sums):
+    """Results (T, UNIT) f32 of some rows of the expert at a place; ``which`` is 0 for gate and up, else for down.
+
+    The rows that the next item begins with are asked for at the end.
+    """
+    all_codes, all_scales = _get(fixed, CODES + which), _get(fixed, SCALES + which)
+    then = then_place * n + then_row
+    codes, scales = all_codes + place * n * (k // 2), all_scales + place * n * (k // 16)
     per_row = _get(fixed, PER_ROW + which)
     scale2 = _get(fixed, SCALE2 + which) + place * 4 * (n if per_row else 1)
     bias, bias_kind = _get(fixed, BIAS + which), _get(fixed, BIAS_KIND + which)
     if bias:
         bias += place * n * _size(bias_kind)
-    form, to = _get(fixed, FORM), sums - 4 * low
-    call_at(_get(fixed, UNIT_CODE), (low, high, x, count, k, codes, scales, next_token, sums))
-    call_at(
-        _get(fixed, FINISH_CODE),
-        (form, low, high, sums, scale2, per_row, bias, bias_kind, count, UNIT, to, F32_KIND),
-    )
+    then_codes, then_scales = all_codes + then * (k // 2), all_scales + then * (k // 16)
+    call_at(_get(fixed, UNIT_CODE), (low, high, x, count, k, codes, scales, next_token, then_codes, then_scales, sums))
+    gain, rows, whole = GAINS[_get(fixed, FORM)], high - low, carray(f32_at(scale2), n if per_row else 1)
+    added = np.empty(UNIT if bias else 0, np.float32)
+    if bias:
+        read(bias_kind, bias + low * _size(bias_kind), rows, added)
+    for t in range(count):
+        values = carray(f32_at(sums + 4 * t * UNIT), UNIT)
+        if per_row:
+            for i in range(rows):
+                values[i] = values[i] * gain * whole[low + i]
+        else:
+            for i in range(rows):
+                values[i] = values[i] * gain * whole[0]
+        if bias:
+            for i in range(rows):
+                values[i] += added[i]
 
 
 @_plain
@@ -145,20 +161,26 @@ def _whole_blocks(k):
 
 
 @jit.compiled
-def _up(fixed, scratch, touched, next_token, rows, index):
+def _up(fixed, scratch, touched, next_token, rows, items, index):
     """An item of gate and up: some values of h, staged."""
     inner, order, kind, form = _get(fixed, INNER), _get(fixed, ORDER), _get(fixed, KIND), _get(fixed, FORM)
     place, start, count, low, high = _item(fixed, scratch, touched, inner, rows, index)
+    then_place, _, _, then_low, _ = _item(fixed, scratch, touched, inner, rows, min(index + 1, items - 1))
     k, m, n = _whole_blocks(_get(fixed, HIDDEN)), high - low, inner if order == UNGATED else 2 * inner
     x = scratch + _get(fixed, X) + start * next_token
     gates, ups = sums_memory(), sums_memory()
-    for half in range(2 if order < INTERLEAVED else 1):
-        begin, end = low, high
+    halves = 2 if order < INTERLEAVED else 1
+    for half in range(halves):
+        begin, end, follows, row = low, high, then_place, then_low
         if order == INTERLEAVED:
-            begin, end = 2 * low, 2 * high
-        elif order not in (UNGATED, half):
-            begin, end = inner + low, inner + high
-        _multiply(fixed, 0, place, n, k, x, next_token, count, begin, end, ups if half else gates)
+            begin, end, row = 2 * low, 2 * high, 2 * then_low
+        elif order != UNGATED:
+            first, second = inner * (order == UP_FIRST), inner * (order != UP_FIRST)
+            begin, end, row = low + first, high + first, low + second
+            follows = place
+            if half:
+                begin, end, follows, row = low + second, high + second, then_place, then_low + first
+        _multiply(fixed, 0, place, n, k, x, next_token, count, begin, end, follows, row, ups if half else gates)
     factor, limit = _get(fixed, DOWN_PRE), float_of(np.uint32(_get(fixed, LIMIT)))
     whole = whole_rounds(_whole_blocks(inner))
     h = scratch + _get(fixed, H) + start * whole * _get(fixed, WIDTH)
@@ -190,13 +212,14 @@ def _up(fixed, scratch, touched, next_token, rows, index):
 
 
 @jit.compiled
-def _down(fixed, scratch, touched, rows, index):
+def _down(fixed, scratch, touched, rows, items, index):
     """An item of down: some values of y."""
     hidden, k = _get(fixed, HIDDEN), _whole_blocks(_get(fixed, INNER))
     place, start, count, low, high = _item(fixed, scratch, touched, hidden, rows, index)
+    then_place, _, _, then_low, _ = _item(fixed, scratch, touched, hidden, rows, min(index + 1, items - 1))
     next_h, sums = whole_rounds(k) * _get(fixed, WIDTH), sums_memory()
     h = scratch + _get(fixed, H) + start * next_h
-    _multiply(fixed, DOWN_CODES - CODES, place, hidden, k, h, next_h, count, low, high, sums)
+    _multiply(fixed, DOWN_CODES - CODES, place, hidden, k, h, next_h, count, low, high, then_place, then_low, sums)
     y = scratch + _get(fixed, Y) + 4 * start * hidden
     for t in range(count):
         for i in range(high - low):
@@ -246,11 +269,13 @@ def _experts(sort, up, down, combine, threads, fixed, tokens, x, ids, weights, o
             token = _get(order, i) // top
             call_at(stage, (form, kind, x + token * size, pre, hidden, k, staged + i * next_token))
     rows = _rows(inner, chunks, threads)
-    for index in prange((inner + rows - 1) // rows * chunks):
-        call_at(up, (fixed, scratch, touched, next_token, rows, index))
+    items = (inner + rows - 1) // rows * chunks
+    for index in prange(items):
+        call_at(up, (fixed, scratch, touched, next_token, rows, items, index))
     down_rows = _rows(hidden, chunks, threads)
-    for index in prange((hidden + down_rows - 1) // down_rows * chunks):
-        call_at(down, (fixed, scratch, touched, down_rows, index))
+    down_items = (hidden + down_rows - 1) // down_rows * chunks
+    for index in prange(down_items):
+        call_at(down, (fixed, scratch, touched, down_rows, down_items, index))
     if tokens == 1:
         call_at(combine, (fixed, scratch, 0, weights, out))
     else:
@@ -262,8 +287,8 @@ def _experts(sort, up, down, combine, threads, fixed, tokens, x, ids, weights, o
 def experts() -> Any:
     """Compiled parallel code, for ``jit.run``.
 
-    Its arguments are how many threads there are, (42,) i64 of what is the same in all calls, T, hidden, indices,
+    Its arguments are how many threads there are, (41,) i64 of what is the same in all calls, T, hidden, indices,
     weights, out, and scratch at a multiple of 64.
     """
-    codes = ((_sort, 4), (_up, 6), (_down, 5), (_combine, 5))
+    codes = ((_sort, 4), (_up, 7), (_down, 6), (_combine, 5))
     return functools.partial(_experts, *[jit.address_of(code, types.int64(*[types.int64] * n)) for code, n in codes])

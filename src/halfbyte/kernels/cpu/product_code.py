@@ -38,7 +38,7 @@ TOKENS = 16
 AHEAD = 8192
 """Bytes of codes between what is used and what is asked for."""
 
-_GAINS = tuple(np.float32(GAIN[form]) for form, _ in FORMS)
+GAINS = tuple(np.float32(GAIN[form]) for form, _ in FORMS)
 WIDTHS = tuple(2 * parts if form == "bf16" else 4 for form, parts in FORMS)
 """Bytes of a staged activation."""
 _STAGING = np.array([staging(form) for form, _ in FORMS])
@@ -229,7 +229,7 @@ def _add(result, rows, tokens, last, sums):
 @jit.compiled
 def _finish(form, low, high, sums, scale2, per_row, bias, bias_kind, count, n, out, out_kind):
     """Sums (T, UNIT) of rows ``low`` to ``high`` to the results of T tokens."""
-    gain = _GAINS[form]
+    gain = GAINS[form]
     for t in range(count):
         for row in range(low, high):
             value = (_read_f32(sums, t * UNIT + row - low) * gain) * _read_f32(scale2, row if per_row else 0)
@@ -242,15 +242,16 @@ def _finish(form, low, high, sums, scale2, per_row, bias, bias_kind, count, n, o
 def _unit_of(form: int, several: bool, alike: bool = False) -> Any:
     """The sums (T, UNIT) of rows ``low`` to ``high`` and up to TOKENS tokens, without gain.
 
-    Where ``alike``, those of a token do not depend on how many there are: eight f32 tokens at once would be added
-    otherwise, four and fewer are not.
+    At its end it asks for what ``then_codes`` and ``then_scales`` say comes next, in rows of the same size. Where
+    ``alike``, those of a token do not depend on how many there are: eight f32 tokens at once would be added otherwise,
+    four and fewer are not.
     """
     eights = not (alike and form >= FMA)
     width = WIDTHS[form]
     one = _tile_of(form, 4, 1)
     two, four, eight = (_tile_of(form, r, t) if several else one for r, t in ((4, 2), (2, 4), (2, 8)))
 
-    def unit(low, high, x, count, k, codes, scales, next_token, sums):
+    def unit(low, high, x, count, k, codes, scales, next_token, then_codes, then_scales, sums):
         tail = _tile_memory()
         tail_scales, result = tail + 4 * (ROUND // 2), tail + _TAIL
         for i in range(count * UNIT):
@@ -271,10 +272,11 @@ def _unit_of(form: int, several: bool, alike: bool = False) -> Any:
                 to_row, to_start = row + jump, start
                 if to_row >= high:
                     to_row, to_start = to_row - high + low, start + block
-                    if to_start >= k:
-                        to_row, to_start = to_row + high - low, 0
                 ahead = (to_row - row) * next_codes + (to_start - start) // 2
                 ahead_scales = (to_row - row) * next_scales + (to_start - start) // 16
+                if to_start >= k:
+                    ahead = then_codes + (to_row - low) * next_codes - at_codes
+                    ahead_scales = then_scales + (to_row - low) * next_scales - at_scales
                 at_x = x + start * width
                 for phase in range(2):  # whole rounds, then the rest as one round
                     if phase == 1:
@@ -349,10 +351,11 @@ def _product(
     for index in prange((n + size - 1) // size):
         low = index * size
         high = min(n, low + size)
-        sums = sums_memory()
+        sums, then_codes, then_scales = sums_memory(), codes + high * (k // 2), scales + high * (k // 16)
         for first in range(0, m, TOKENS):
             count = min(TOKENS, m - first)
-            call_at(unit, (low, high, staged + first * next_token, count, k, codes, scales, next_token, sums))
+            x = staged + first * next_token
+            call_at(unit, (low, high, x, count, k, codes, scales, next_token, then_codes, then_scales, sums))
             to = out + first * n * (4 if out_kind == F32_KIND else 2)
             call_at(finish, (form, low, high, sums, scale2, per_row, bias, bias_kind, count, n, to, out_kind))
 
@@ -361,12 +364,12 @@ _units = {(form, several): _unit_of(form, several) for form in range(len(FORMS))
 _alike = [_unit_of(form, True, alike=True) if form >= FMA else _units[form, True] for form in range(len(FORMS))]
 
 
-def parts(name: str) -> tuple[int, int, int, int, int]:
-    """The number of a form, the bytes of a staged activation, and the addresses of its alike unit, stage and finish."""
+def parts(name: str) -> tuple[int, int, int, int]:
+    """The number of a form, the bytes of a staged activation, and the addresses of its alike unit and of ``_stage``."""
     form = NAMES.index(name)
-    codes = ((_alike[form], 9), (_stage, 7), (_finish, 12))
-    unit, stage, finish = (jit.address_of(code, _numbers(count)) for code, count in codes)
-    return form, WIDTHS[form], unit, stage, finish
+    codes = ((_alike[form], 11), (_stage, 7))
+    unit, stage = (jit.address_of(code, _numbers(count)) for code, count in codes)
+    return form, WIDTHS[form], unit, stage
 
 
 @functools.cache
@@ -392,6 +395,6 @@ def product(name: str, several: bool) -> Callable[..., None]:
     form = NAMES.index(name)
     unit, stage, finish = (
         jit.address_of(code, _numbers(count))
-        for code, count in ((_units[form, several], 9), (_stage, 7), (_finish, 12))
+        for code, count in ((_units[form, several], 11), (_stage, 7), (_finish, 12))
     )
     return functools.partial(_product, unit, stage, finish, form, WIDTHS[form])

@@ -28,6 +28,10 @@ ENTRIES: Final = 16
 """Of a warp at once."""
 AT_ONCE: Final = 264
 """Programs of 4 warps that the registers of an H200 hold."""
+FEW: Final = 66
+"""Programs of 8 warps that leave half of it to the kernels behind."""
+SHORT: Final = 4
+"""Blocks of each of those at the most."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,13 @@ class Attend:
 
 
 def configure(call: AttendCall) -> Attend:
-    """As many splits as run at once, or fewer whose largest is no larger."""
-    blocks = -(-call.room // (ENTRIES * Attend.warps))
-    most = max(1, AT_ONCE // (call.rows * call.kv_heads))
-    return Attend(splits=-(-blocks // -(-blocks // most)))
+    """``FEW`` programs where they are soon over, or else ``AT_ONCE``; fewer, where the largest is then no larger."""
+    pairs = call.rows * call.kv_heads
+    soon = call.room <= SHORT * (FEW // pairs) * ENTRIES * 8
+    warps, programs = (8, FEW) if soon else (4, AT_ONCE)
+    blocks = -(-call.room // (ENTRIES * warps))
+    most = max(1, programs // pairs)
+    return Attend(splits=-(-blocks // -(-blocks // most)), warps=warps)
 
 
 def parts(call: AttendCall, made: Attend, settled: bool) -> tuple[Any, Any, int]:

@@ -96,7 +96,7 @@ FEW: Final = Decode()
 MANY: Final = Decode(tiles=2, ahead=3)
 """The default for 9 to 16 tokens."""
 FEW_GATED: Final = Decode(tiles=2, ahead=2)
-MANY_GATED: Final = Decode(tiles=2, ahead=3, registers=128)
+MANY_GATED: Final = Decode(tiles=2, ahead=2, registers=128)
 """The same of products with a gate."""
 CONFIGURATIONS: Final = (
     FEW,
@@ -107,19 +107,22 @@ CONFIGURATIONS: Final = (
     Decode(warps=4, tiles=1, ahead=6),
     Decode(warps=4, tiles=1, ahead=6, prefetch=32),
     Decode(warps=4, tiles=1, ahead=6, prefetch=64),
+    Decode(warps=4, tiles=2, ahead=3, registers=128),
     Decode(warps=4, tiles=2, ahead=4),
     Decode(warps=8, tiles=1, ahead=2, prefetch=32),
     Decode(warps=8, tiles=1, ahead=3, prefetch=64, registers=64),
     Decode(warps=8, tiles=1, ahead=3, prefetch=128),
     Decode(warps=8, tiles=1, ahead=3),
+    Decode(warps=8, tiles=1, ahead=3, registers=80),
     Decode(warps=8, tiles=1, ahead=4),
     Decode(warps=8, tiles=1, ahead=4, prefetch=64),
-    Decode(warps=8, tiles=1, ahead=5),
+    Decode(warps=8, tiles=1, ahead=5, registers=128),
     Decode(warps=8, tiles=1, ahead=5, prefetch=64),
     Decode(warps=8, tiles=1, ahead=6),
     Decode(warps=8, tiles=1, ahead=6, prefetch=64),
     Decode(warps=8, tiles=2, ahead=2),
     Decode(warps=8, tiles=2, ahead=3),
+    Decode(warps=16, tiles=1, ahead=3, registers=64),
     Decode(warps=16, tiles=1, ahead=4, registers=64),
 )
 """All that are chosen."""

@@ -34,6 +34,8 @@ NAME: Final = "gluon-experts-decode"
 COLUMNS: Final = 8
 """Slots of a block."""
 MOST_TOP: Final = 32
+_ALL_WARPS: Final = 2112
+"""Of a launch; with fewer, an H200's memory has too little to do."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,36 @@ def listless(call: ExpertsCall) -> bool:
 
 
 def configure(call: ExpertsCall) -> ExpertsDecode:
-    """The configuration for a call."""
-    return ExpertsDecode()
+    """The configuration for a call: few warps a program where there are programs enough."""
+    hidden, inner = (-(-k // UNIT) for k in (call.shape[-1], call.inner))
+    if listless(call):
+        first = Product(warps=8, ahead=2) if hidden <= 64 else Product(warps=8, ahead=7, registers=128)
+        if _whole(Numbers.of(call.mixture)):
+            return ExpertsDecode(first, Product(ahead=16) if inner <= 16 else Product(warps=8, ahead=12))
+        return ExpertsDecode(first, Product(warps=4 if inner <= 32 else 8, ahead=8), together=1)
+    slots = call.rows * call.top * len(call.mixture.local) / max(1, call.mixture.experts)
+    blocks = max(1.0, min(slots, call.touched))
+    one, two = (_warps(blocks * programs_of(n, Product())) for n in (call.inner, call.shape[-1]))
+    few = slots_each(call) < 2
+    if hidden > 64:
+        first = Product(warps=max(2, one), ahead=4, x_ahead=2 if few else 0)
+    else:
+        first = Product(ahead=4, x_ahead=2, registers=128, warps=1) if one == 1 else Product(warps=one, x_ahead=2)
+    if two > 1:
+        second = Product(warps=two, ahead=4)
+    elif inner > 16:
+        of = {"tiles": 1, "ahead": 6} if few else {"tiles": 2, "ahead": 4, "registers": 96}
+        second = Product(warps=1, unroll=64, x_ahead=1, **of)
+    elif few:
+        second = Product(warps=1, tiles=2, ahead=4, registers=96)
+    else:
+        second = Product(warps=1, tiles=4, ahead=2, unroll=64, x_ahead=1, registers=128)
+    return ExpertsDecode(first, second)
+
+
+def _warps(programs: float) -> int:
+    """Of each, so that there are enough of all."""
+    return next((warps for warps in (1, 2, 4) if warps * programs >= _ALL_WARPS), 8)
 
 
 def programs(
@@ -276,7 +306,7 @@ def expected_blocks(call: ExpertsCall) -> int:
     """
     local, slots = len(call.mixture.local), call.rows * call.top
     if listless(call):
-        return min(call.top, -(-4 * slots * local // call.mixture.experts))
+        return min(call.top, -(-2 * slots * local // call.mixture.experts))
     most = most_blocks(slots, local, COLUMNS)
     even = most_blocks(-(-slots * local // call.mixture.experts), local, COLUMNS)
     return min(most, even + max(4, even // 2))

@@ -516,6 +516,10 @@ def one_first(
     _wait()
 
 
+HELD = gl.constexpr(8)
+"""Units of a warp, of a slot, whose h is in registers at once."""
+
+
 @gluon.constexpr_function
 def _rows_layout(W):
     """Of sums (16 R, 8): a lane has all of a row."""
@@ -686,15 +690,21 @@ def one_second(
                 _wait()
                 column = h_at + _of_part(slots, 0, xm, G) * (K // 2)
                 own = (xm % S == xw // KW) & (xm < G) & (start + xm < TOP if ALL else start + xm < count)
-                for i in gl.static_range(STEPS):
-                    words = words + (_words(column + i * KW * 32, None, own & (h_k + i * KW * 64 < K), 8),)
+                if STEPS <= HELD:
+                    for i in gl.static_range(STEPS):
+                        words = words + (_words(column + i * KW * 32, None, own & (h_k + i * KW * 64 < K), 8),)
             if j >= D:
                 there = (xm == (j - D) // STEPS * S + xw // KW) & (xk < 16)
+                if STEPS <= HELD:
+                    mine = _only(words[(j - D) % STEPS], there)
+                else:
+                    there = there & own & (h_k + (j - D) % STEPS * KW * 64 < K)
+                    mine = _words(column + (j - D) % STEPS * KW * 32, None, there, 8)
                 if ALL:  # noqa: SIM114
-                    x = _operand(_only(words[(j - D) % STEPS], there), W, 8, B, HALF)
+                    x = _operand(mine, W, 8, B, HALF)
                     acc = mma_v2(_weights(codes[j - D], scales[j - D], W, R, A, HALF, DECODE, SCALE), x, acc)
                 elif theres[(j - D) // STEPS * S]:
-                    x = _operand(_only(words[(j - D) % STEPS], there), W, 8, B, HALF)
+                    x = _operand(mine, W, 8, B, HALF)
                     acc = mma_v2(_weights(codes[j - D], scales[j - D], W, R, A, HALF, DECODE, SCALE), x, acc)
         total = gl.convert_layout(gl.sum(acc, axis=0), ROWS)
         even, odd = gl.split(total.reshape(R * 16, 4, 2))

@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from halfbyte.arrays import dtype_name
-from halfbyte.kernels.base import Kernel
+from halfbyte.kernels.base import ALIGNED, Kernel
 from halfbyte.kernels.cuda import experts
 from halfbyte.kernels.cuda.experts import Layer, behind, slots_each
-from halfbyte.kernels.cuda.experts_gemm import ExpertsGemm, Grouped, bind_product, both, compiled
+from halfbyte.kernels.cuda.experts_gemm import ExpertsGemm, Grouped, bind_order, bind_product, both, compiled
 from halfbyte.kernels.cuda.fp8_quantize import nbytes, quantizer, scales_at
 from halfbyte.kernels.cuda.lists import most_blocks
 from halfbyte.kernels.experts import ExpertsArgs, ExpertsCall, experts_cost
@@ -29,13 +29,9 @@ MOST_K: Final = 16384
 """The matrix units keep the sums of no more."""
 
 
-def _both(made: Grouped) -> ExpertsGemm:
-    return ExpertsGemm(made, replace(made, copiers=0))
-
-
 CONFIGURATIONS: Final = (
-    _both(Grouped(2, 64, 32, 2, 1, 4, 40, fp8=True)),
-    _both(Grouped(2, 128, 32, 2, 1, 4, 40, fp8=True)),
+    ExpertsGemm(Grouped(2, 64, 32, 2, 1, 4, 40, fp8=True), Grouped(2, 64, 32, 2, 1, 0, 32, fp8=True)),
+    ExpertsGemm(Grouped(2, 128, 32, 2, 1, 4, 40, fp8=True), Grouped(2, 128, 32, 2, 1, 0, 32, fp8=True)),
 )
 """Those that are tested."""
 MOST: Final = 80.0
@@ -45,11 +41,6 @@ MOST: Final = 80.0
 def configure(call: ExpertsCall) -> ExpertsGemm:
     """The configuration for a call."""
     return CONFIGURATIONS[slots_each(call) > MOST]
-
-
-def configurations(call: ExpertsCall) -> tuple[ExpertsGemm, ...]:
-    """Those that can pay."""
-    return CONFIGURATIONS
 
 
 def refuse(call: ExpertsCall) -> tuple[str, ...]:
@@ -77,7 +68,9 @@ def bind(args: ExpertsArgs, made: ExpertsGemm | None = None) -> Callable[[Any, A
     one, two = _products(call, *(None if b is None else dtype_name(b.dtype) for b in biases))
     device, tokens, width, inner = args.hidden.device, call.rows, call.shape[-1], call.inner
     slots, size = tokens * call.top, made.first.slots
-    rows = size * most_blocks(slots, call.shape[0], size)
+    most = most_blocks(slots, call.shape[0], size)
+    rows, beside = size * most, -(-4 * most // ALIGNED) * ALIGNED
+    order = bind_order(made.first, most, device)
     first = bind_product(made.first, one, args.gate_up, biases[0], slots, device)
     second = bind_product(made.second, two, args.down, biases[1], slots, device)
     of_x = quantizer(device, call.dtype, width, ordered=True, early=True)
@@ -86,13 +79,15 @@ def bind(args: ExpertsArgs, made: ExpertsGemm | None = None) -> Callable[[Any, A
     scales, of_scales = scales_at(tokens, width, ordered=True), scales_at(rows, inner, ordered=True)
 
     def products(hidden: Any, indices: Any, weights: Any, out: Any, lists: tuple[int, ...], h: int, y: int) -> None:
-        at = y + behind(slots, width)  # x is no longer needed when h takes its place
+        at = y + behind(slots, width)
+        lists = order(lists, at)
+        at += beside  # x is no longer needed when h takes its place
         of_x(tokens, hidden.data_ptr(), None, at, at + scales)
         first(at, h, lists, call.top, at + scales)
         of_h(rows, h, None, at, at + of_scales)
         second(at, y, lists, 1, at + of_scales)
 
-    return Layer(args, size, products, rows=rows, more=memory)
+    return Layer(args, size, products, rows=rows, more=beside + memory)
 
 
 def compile_as(call: ExpertsCall, made: ExpertsGemm) -> None:
@@ -100,6 +95,7 @@ def compile_as(call: ExpertsCall, made: ExpertsGemm) -> None:
     import torch
 
     device = torch.device(call.device)
+    bind_order(made.first, most_blocks(call.rows * call.top, call.shape[0], made.first.slots), device)
     biases = ("float32" if has else None for has in (call.bias, call.down_bias))
     for way, product in zip((made.first, made.second), _products(call, *biases), strict=True):
         compiled(way, product, device)
@@ -115,6 +111,5 @@ GLUON: Final = Kernel(
     cost=experts_cost,
     bind=bind,
     configure=configure,
-    configurations=configurations,
     compile=compile_as,
 )

@@ -2,8 +2,9 @@
 
 A tile is 128 features of each of the ``consumers`` and a block of ``slots`` of one expert; with a gate 64 of them are
 gates and 64 the ups that belong to them, so that the activation is of what a thread holds. Programs stay on their
-multiprocessor and take tiles in turn, of as many blocks as the lists have. Rows of activations are copied from where
-they are, and results stored where slots are: nothing is sorted but numbers.
+multiprocessor and take tiles in turn, of as many blocks as the lists have; where blocks take different times, the large
+ones are dealt out first. Lanes copy the rows of x of a block's slots from where tokens are; h is kept in the order of
+blocks, so that the copy engine (TMA) reads it; y lies where slots are.
 
 Sums run along K in one order, as of ``gluon-gemm``: a slot's results depend on no other slot. What routing there is, is
 known only when the kernel ahead is over; see ``halfbyte.kernels.cuda.experts``.
@@ -12,13 +13,13 @@ known only when the kernel ahead is over; see ``halfbyte.kernels.cuda.experts``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from halfbyte.arrays import dtype_name
 from halfbyte.kernels.base import Kernel
 from halfbyte.kernels.cuda import experts
-from halfbyte.kernels.cuda.experts import Layer, slots_each
+from halfbyte.kernels.cuda.experts import Layer, behind, slots_each
 from halfbyte.kernels.cuda.fp8_gluon import FACTOR as FP8_FACTOR
 from halfbyte.kernels.cuda.fp8_gluon import look_up_code, table_code
 from halfbyte.kernels.cuda.fp8_quantize import pitch
@@ -43,11 +44,14 @@ class Grouped:
     Args:
         consumers: warpgroups that decode and multiply 128 features each, 1 or 2.
         slots: of a block: 16, 32, 64 or 128.
-        low: as many are multiplied where a block has no more; 0 where it is always all.
+        low: as many are multiplied, by m16n8k16, where a block has no more; 0 where it is always all.
         units: of 64 k of a step: 1, 2 or 4.
         programs: of a multiprocessor.
         copiers: warps that copy rows of x, 1 or 4; 0 where its rows are in the order of slots.
         producer: registers of their threads.
+        small: all slots are multiplied by m16n8k16, not by wgmma.
+        mid: as many are multiplied where a block has more than ``low`` and no more than these; 0 where none are.
+        fp8: codes become E4M3, as activations are.
     """
 
     consumers: int = 2
@@ -102,16 +106,11 @@ class ExpertsGemm:
     second: Grouped
 
 
-def _both(made: Grouped) -> ExpertsGemm:
-    """The second product reads what the first one wrote, in the order of blocks."""
-    return ExpertsGemm(made, replace(made, copiers=0))
-
-
 CONFIGURATIONS: Final = (
-    _both(Grouped(2, 16, 0, 4, 2, 1, 40)),
-    _both(Grouped(2, 32, 0, 2, 2, 1, 48)),
-    _both(Grouped(2, 64, 16, 2, 1, 4, 40)),
-    _both(Grouped(2, 128, 32, 2, 1, 4, 40)),
+    ExpertsGemm(Grouped(2, 16, 0, 4, 2, 1, 40), Grouped(2, 16, 0, 4, 2, 0, 32, True)),
+    ExpertsGemm(Grouped(2, 32, 0, 4, 1, 4, 40), Grouped(2, 32, 0, 2, 2, 0, 32)),
+    ExpertsGemm(Grouped(2, 64, 16, 2, 1, 4, 40), Grouped(1, 64, 16, 2, 2, 0, 32)),
+    ExpertsGemm(Grouped(2, 128, 32, 2, 1, 4, 40, mid=64), Grouped(2, 128, 32, 2, 1, 0, 32, mid=64)),
 )
 """Those that are tested."""
 MOST: Final = (10.0, 24.0, 80.0)
@@ -181,7 +180,7 @@ def signature(made: Grouped, product: Product) -> dict[str, str]:
         "scale2": "*fp32",
         "xscale": "*fp32",
         "bias": f"*{TYPES[product.bias or 'float32']}",
-        **dict.fromkeys(("blocks", "slots", "count"), "*i32:16"),
+        **dict.fromkeys(("blocks", "slots", "count", "order"), "*i32:16"),
         "N": "i32:16",
         "width": "i32:16",
         **dict.fromkeys(("along_n", "steps", "share"), "i32"),
@@ -216,6 +215,7 @@ def constants(made: Grouped, product: Product) -> dict[str, Any]:
         "MID": made.mid,
         "LISTED": made.copiers > 0,
         "SORTED": product.sorted,
+        "ORDERED": made.low > 0,
     }
 
 
@@ -243,17 +243,44 @@ def configure(call: ExpertsCall) -> ExpertsGemm:
     return for_slots(slots_each(call))
 
 
-def configurations(call: ExpertsCall) -> tuple[ExpertsGemm, ...]:
-    """Those that can pay."""
-    return CONFIGURATIONS
-
-
 def refuse(call: ExpertsCall) -> tuple[str, ...]:
     """Why it declines a call."""
     reasons = list(experts.refuse(call))
     if call.precision != "exact":
         reasons.append(f"computes exactly, not in {call.precision}")
     return tuple(reasons)
+
+
+def bind_order(made: Grouped, most: int, device: Any) -> Callable[[tuple[int, ...], int], tuple[int, ...]]:
+    """What finds the order in which blocks are dealt out, where their sizes matter.
+
+    Args:
+        made: how products run.
+        most: blocks, at the most.
+        device: of torch's, with an index.
+
+    Returns:
+        A function of the addresses of blocks, slots and count, and of memory, (most,) i32; it gives what products take.
+    """
+    if not made.low:
+        return lambda lists, at: (*lists, 0)
+    from halfbyte.kernels.cuda.experts_order_code import order
+
+    types = dict.fromkeys(("slots", "count", "to"), "*i32:16")
+    constants = {
+        "SIZE": made.slots,
+        "LOW": made.low,
+        "MID": made.mid or made.low,
+        "CHUNK": min(1024, max(128, 1 << (most - 1).bit_length())),
+        "EARLY": True,
+    }
+    run = program(order, types, constants, device=device, pdl=True)
+
+    def ordered(lists: tuple[int, ...], at: int) -> tuple[int, ...]:
+        run((1, 1, 1), (*lists[1:], at))
+        return (*lists, at)
+
+    return ordered
 
 
 def bind_product(
@@ -270,8 +297,8 @@ def bind_product(
         device: of torch's, with an index.
 
     Returns:
-        A function of the addresses of x and out, of blocks, slots and count, of how many slots share a row of x, and,
-        in FP8, of the address of x's scales.
+        A function of the addresses of x and out, of blocks, slots, count and order, of how many slots share a row of
+        x, and, in FP8, of the address of x's scales.
     """
     run = compiled(made, product, device)
     buffers = stack.buffers()
@@ -313,12 +340,16 @@ def bind(args: ExpertsArgs, made: ExpertsGemm | None = None) -> Callable[[Any, A
     first = bind_product(made.first, one, args.gate_up, biases[0], slots, device)
     second = bind_product(made.second, two, args.down, biases[1], slots, device)
 
+    size = made.first.slots
+    most = most_blocks(slots, call.shape[0], size)
+    order = bind_order(made.first, most, device)
+
     def products(hidden: Any, indices: Any, weights: Any, out: Any, lists: tuple[int, ...], h: int, y: int) -> None:
+        lists = order(lists, y + behind(slots, call.shape[-1]))
         first(hidden.data_ptr(), h, lists, top)
         second(h, y, lists, 1)
 
-    size = made.first.slots
-    return Layer(args, size, products, rows=size * most_blocks(slots, call.shape[0], size))
+    return Layer(args, size, products, rows=size * most, more=4 * most)
 
 
 def compile_as(call: ExpertsCall, made: ExpertsGemm) -> None:
@@ -326,6 +357,7 @@ def compile_as(call: ExpertsCall, made: ExpertsGemm) -> None:
     import torch
 
     device = torch.device(call.device)
+    bind_order(made.first, most_blocks(call.rows * call.top, call.shape[0], made.first.slots), device)
     biases = ("float32" if has else None for has in (call.bias, call.down_bias))
     for way, product in zip((made.first, made.second), both(call, *biases), strict=True):
         compiled(way, product, device)
@@ -339,6 +371,5 @@ GLUON: Final = Kernel(
     cost=experts_cost,
     bind=bind,
     configure=configure,
-    configurations=configurations,
     compile=compile_as,
 )

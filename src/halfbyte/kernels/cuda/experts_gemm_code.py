@@ -6,7 +6,9 @@ ones are decoded. Rows of x are those of a block's slots; lanes of the producer 
 
 A block has up to NB slots of one expert; where there are no more than LOW, only as many are multiplied.
 
-A ring is the tuple (codes, scales, x, full, empty); lists are (blocks, slots, count).
+Blocks are dealt out in an order, if one is given, so that programs have as many large ones each.
+
+A ring is the tuple (codes, scales, x, full, empty); lists are (blocks, slots, count, order).
 """
 
 from __future__ import annotations
@@ -67,12 +69,21 @@ def _rows(slots, block, NB: gl.constexpr, ROWS: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def _after(block, tile, along_n):
-    """The item after one, of the program: its block and tile."""
+def _dealt(order, i, last):
+    """The block that is the i-th to be dealt out."""
+    i = gl.maximum(gl.minimum(i, last), 0)
+    if order is not None:
+        i = gl.load(order + i)
+    return i
+
+
+@gluon.jit
+def _after(turn, tile, along_n):
+    """The item after one, of the program: the turn of its block, and its tile."""
     tile += gl.num_programs(0) % along_n
     wraps = tile >= along_n
-    block += gl.num_programs(0) // along_n + wraps.to(gl.int32)
-    return block, gl.where(wraps, tile - along_n, tile)
+    turn += gl.num_programs(0) // along_n + wraps.to(gl.int32)
+    return turn, gl.where(wraps, tile - along_n, tile)
 
 
 @gluon.jit
@@ -87,7 +98,7 @@ def produce(maps, boxes, ring, lists, x, numbers, FORM: gl.constexpr):
     LISTED: gl.constexpr = FORM[21]
     BYTES: gl.constexpr = C * U * (8 * 576) + (0 if LISTED else NB * U * 128)
     STEP: gl.constexpr = 4 * C if GATED else 8 * C
-    blocks, _slots, count = lists
+    blocks, _slots, count, order = lists
     _codes, _scales, to, full, empty = ring
     N, _width, along_n, steps, _share = numbers
     stripes = N // 16
@@ -95,7 +106,7 @@ def produce(maps, boxes, ring, lists, x, numbers, FORM: gl.constexpr):
         apart = stripes // 2
     else:
         apart = 4 * C
-    block = gl.program_id(0) // along_n
+    turn = gl.program_id(0) // along_n
     tile = gl.program_id(0) % along_n
     asked = 0
     if EARLY:
@@ -105,7 +116,8 @@ def produce(maps, boxes, ring, lists, x, numbers, FORM: gl.constexpr):
         let_the_next_kernel_start()
     last = gl.load(count) - 1
     items = (last + 1) * along_n
-    place = gl.load(blocks + gl.minimum(block, gl.maximum(last, 0)))
+    block = _dealt(order, turn, last)
+    place = gl.load(blocks + block)
     if EARLY:
         if gl.program_id(0) < items:
             asked = gl.minimum(steps, STAGES)
@@ -117,8 +129,9 @@ def produce(maps, boxes, ring, lists, x, numbers, FORM: gl.constexpr):
     for _ in range(gl.program_id(0), items, gl.num_programs(0)):
         stripe = place * stripes + tile * STEP
         first = block * NB
-        block, tile = _after(block, tile, along_n)
-        place = gl.load(blocks + gl.minimum(block, last))
+        turn, tile = _after(turn, tile, along_n)
+        block = _dealt(order, turn, last)
+        place = gl.load(blocks + block)
         for step in range(steps):
             slot = done % STAGES
             bar = full.index(slot)
@@ -140,22 +153,22 @@ def copy(ring, lists, x, numbers, FORM: gl.constexpr):
     EACH: gl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     L: gl.constexpr = gl.BlockedLayout([1, EACH], [4, 8], [gl.num_warps(), 1], [1, 0])
     ROWS: gl.constexpr = min(NB, 32)
-    _blocks, slots, count = lists
+    _blocks, slots, count, order = lists
     _codes, _scales, to, full, empty = ring
     _N, width, along_n, steps, share = numbers
     wait_for_kernels_ahead()
-    block = gl.program_id(0) // along_n
+    turn = gl.program_id(0) // along_n
     tile = gl.program_id(0) % along_n
     last = gl.load(count) - 1
-    listed, there = _rows(slots, gl.minimum(block, gl.maximum(last, 0)), NB, ROWS, L)
+    listed, there = _rows(slots, _dealt(order, turn, last), NB, ROWS, L)
     done = 0
     for _ in range(gl.program_id(0), (last + 1) * along_n, gl.num_programs(0)):
         rows = ()
         for i in gl.static_range(NB // ROWS):
             rows = rows + (gl.maximum(listed[i], 0) // share,)
         here = there
-        block, tile = _after(block, tile, along_n)
-        listed, there = _rows(slots, gl.minimum(block, last), NB, ROWS, L)
+        turn, tile = _after(turn, tile, along_n)
+        listed, there = _rows(slots, _dealt(order, turn, last), NB, ROWS, L)
         for step in range(steps):
             slot = done % STAGES
             mbarrier.wait(empty.index(slot), ((done // STAGES) & 1) ^ 1)
@@ -409,21 +422,23 @@ def consume(ring, lists, given, numbers, WHICH: gl.constexpr, FORM: gl.constexpr
     LOW: gl.constexpr = FORM[3]
     SMALL: gl.constexpr = FORM[19]
     MID: gl.constexpr = FORM[20]
-    blocks, slots, count = lists
+    blocks, slots, count, order = lists
     _N, _width, along_n, steps, share = numbers
     wait_for_kernels_ahead()
     last = gl.load(count) - 1
-    block = gl.program_id(0) // along_n
+    turn = gl.program_id(0) // along_n
     tile = gl.program_id(0) % along_n
-    place = gl.load(blocks + gl.minimum(block, gl.maximum(last, 0)))
+    block = _dealt(order, turn, last)
+    place = gl.load(blocks + block)
     done = 0
     for _ in range(gl.program_id(0), (last + 1) * along_n, gl.num_programs(0)):
         own = block
         at = slots + block * NB
         expert = place
         part = tile
-        block, tile = _after(block, tile, along_n)
-        place = gl.load(blocks + gl.minimum(block, last))
+        turn, tile = _after(turn, tile, along_n)
+        block = _dealt(order, turn, last)
+        place = gl.load(blocks + block)
         if SMALL:
             done = _block(ring, given, slots, own, share, expert, part, done, steps, WHICH, NB, True, FORM)
         elif MID:
@@ -454,6 +469,7 @@ def experts(
     blocks,
     slots,
     count,
+    order,
     N,
     width,
     along_n,
@@ -483,6 +499,7 @@ def experts(
     MID: gl.constexpr,
     LISTED: gl.constexpr,
     SORTED: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     """A product of experts: of rows of x with tiles of their weights, for all blocks of slots.
 
@@ -497,6 +514,7 @@ def experts(
         blocks: i32, the place of each block's expert.
         slots: i32, of each block NB; -1 behind the last one of a block that is not full.
         count: i32, how many blocks there are.
+        order: i32, those in the order in which they are dealt out, if ORDERED.
         N: features of an expert, a multiple of 16, and of 32 if GATED.
         width: of x, a multiple of 16.
         along_n: tiles of a block.
@@ -522,6 +540,11 @@ def experts(
         DECODE: assembly: a word and a pair of scales -> four pairs of products; or fp8's LOOK_UP.
         SCALES: assembly: four scale bytes -> two pairs of scales; or fp8's TABLE.
         FACTOR: what products lack beside scale2.
+        SMALL: all are multiplied by m16n8k16.
+        MID: as many are multiplied where there are more than LOW and no more than these; 0: none are.
+        LISTED: rows of x are copied, of each slot; else they are in the order of blocks, and x is boxes (NB, 64 U).
+        SORTED: rows of out are in the order of blocks, too; else of slots.
+        ORDERED: there is an order.
     """
     TO: gl.constexpr = out.dtype.element_ty
     HALF: gl.constexpr = x.dtype.element_ty if LISTED else x.dtype
@@ -540,7 +563,7 @@ def experts(
     WIDE: gl.constexpr = TO.primitive_bitwidth
     stages = gl.allocate_shared_memory(TO, [C, HEIGHT, 64], gl.NVMMASharedLayout(128, WIDE, 2))
     ring = (codes, scales, rows, full, empty)
-    lists = (blocks, slots, count)
+    lists = (blocks, slots, count, order if ORDERED else None)
     numbers = (N, width, along_n, steps, share)
     given = (stages, out, scale2, xscale, bias, N)
     FORM: gl.constexpr = (

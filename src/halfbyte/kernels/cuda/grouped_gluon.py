@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from halfbyte.arrays import dtype_name
 from halfbyte.kernels.base import ALIGNED, Kernel
-from halfbyte.kernels.cuda.experts_gemm import Grouped, Product, bind_product, compiled, for_slots
+from halfbyte.kernels.cuda.experts_gemm import Grouped, Product, bind_order, bind_product, compiled, for_slots
 from halfbyte.kernels.cuda.fragments import TILE, aligned
 from halfbyte.kernels.cuda.launch import why_not
-from halfbyte.kernels.cuda.lists import WORD, Lists, Numbers, bind_runs
+from halfbyte.kernels.cuda.lists import WORD, Lists, Numbers, bind_runs, most_blocks
 from halfbyte.kernels.cuda.shared import in_turn, workspace
 from halfbyte.kernels.grouped import GroupedArgs, GroupedCall, grouped_cost
 from halfbyte.layouts import Fragments
@@ -55,6 +55,8 @@ def bind(args: GroupedArgs, made: Grouped | None = None) -> Callable[[Any, Any, 
     held = Lists(call.rows, 1, made.slots, Numbers(experts, tuple(range(experts))), call.counts)
     lists = bind_runs(held, device, call.capability)
     product = _product(call, None if args.bias is None else dtype_name(args.bias.dtype))
+    most = most_blocks(call.rows, experts, made.slots)
+    order, behind = bind_order(made, most, device), -(-held.nbytes // ALIGNED) * ALIGNED
     launch = bind_product(made, product, args.weight, args.bias, call.rows, device)
     words = WORD * held.blocks, WORD * held.slots, WORD * held.count
 
@@ -62,9 +64,9 @@ def bind(args: GroupedArgs, made: Grouped | None = None) -> Callable[[Any, Any, 
         x = aligned(x)
         to = out if out.data_ptr() % ALIGNED == 0 else out.clone()
         with in_turn:
-            at = workspace(device, held.nbytes).data_ptr()
+            at = workspace(device, behind + 4 * most).data_ptr()
             lists(counts, at)
-            launch(x.data_ptr(), to.data_ptr(), tuple([at + word for word in words]), 1)
+            launch(x.data_ptr(), to.data_ptr(), order(tuple([at + word for word in words]), at + behind), 1)
         if to is not out:
             out.copy_(to)
 
@@ -75,6 +77,7 @@ def compile_as(call: GroupedCall, made: Grouped) -> None:
     """Compile it in a configuration."""
     import torch
 
+    bind_order(made, most_blocks(call.rows, call.shape[0], made.slots), torch.device(call.device))
     compiled(made, _product(call, "float32" if call.bias else None), torch.device(call.device))
 
 

@@ -14,8 +14,8 @@ A slot has no place where its expert is not of the stack. It is then skipped or 
 computes it, and ``combine`` adds nothing, or makes the token NaN, of which ``halfbyte.kernels.cuda.refused`` tells.
 
 All is deterministic: a slot's place among the sorted ones is counted, by programs of 32 or 64 slots that each look
-at all of them, or where there are many at what an earlier launch counted. Both launches start early, and let the one
-behind start early (see ``halfbyte.kernels.cuda.step``), which must not read lists before its own wait.
+at all of them, or where there are many at what two earlier launches counted and added up. Each launch starts early, and
+lets the one behind start early (see ``halfbyte.kernels.cuda.step``), which must not read lists before its own wait.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ HOPPER: Final = 90
 """The compute capability from which on kernels may overlap."""
 SKIPPED: Final = -1
 MOST_AT_ONCE: Final = 2048
-"""Slots that a program looks at; with more, there are two launches."""
-COUNTED: Final = 256
-"""Slots of a program where there are two launches."""
-PART: Final = 64
-"""Slots of them that are looked at together."""
+"""Slots that a program looks at, of up to ``MOST_BINS`` experts; with more of either there are three launches."""
+MOST_BINS: Final = 128
+COUNTED: Final = 64
+"""Slots of a program where there are more launches."""
+ROWS: Final = 128
+SOME: Final = 16
+"""Chunks and places that a program adds up at once."""
 RUNS: Final = 16
 """Blocks of a program, where slots are sorted already."""
 WORD: Final = 4
 BLOCK: Final = 512
-"""Values of a program of ``combine``, four times as many where ``MANY`` programs of these are too many."""
+"""Values of a program of ``combine``; four times as many where it passes over most slots."""
 MANY: Final = 1024
 
 
@@ -133,7 +135,7 @@ class Lists:
     @property
     def at_once(self) -> bool:
         """Whether there is one launch."""
-        return self.tokens * self.top <= MOST_AT_ONCE
+        return self.tokens * self.top * max(MOST_BINS, _bins(self.numbers)) <= MOST_AT_ONCE * MOST_BINS
 
     @property
     def chunk(self) -> int:
@@ -141,6 +143,11 @@ class Lists:
         if not self.at_once:
             return COUNTED
         return 32 if self.tokens * self.top <= MOST_AT_ONCE // 2 or _bins(self.numbers) <= 64 else 64
+
+    @property
+    def chunks(self) -> int:
+        """Programs."""
+        return -(-self.tokens * self.top // self.chunk)
 
     @property
     def blocks(self) -> int:
@@ -170,7 +177,7 @@ class Lists:
     @property
     def nbytes(self) -> int:
         """Of all."""
-        counted = 0 if self.at_once else -(-self.tokens * self.top // COUNTED) * _bins(self.numbers)
+        counted = 0 if self.at_once else (self.chunks + 1) * _bins(self.numbers)
         return WORD * (self.table + counted)
 
 
@@ -196,6 +203,12 @@ def counts_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str
     return signature, constants, 4
 
 
+def sums_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str, Any], int]:
+    """As ``counts_parts``."""
+    constants = {"ROWS": ROWS, "SOME": SOME, "BINS": _bins(made.numbers), "EARLY": capability >= HOPPER}
+    return {"table": "*i32:16", "CHUNKS": "i32"}, constants, 4
+
+
 def lists_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str, Any], int]:
     """As ``counts_parts``."""
     slots = made.tokens * made.top
@@ -208,13 +221,12 @@ def lists_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str,
     constants = {
         "SIZE": made.size,
         "CHUNK": made.chunk,
-        "PART": min(PART, made.chunk),
         "ALL": every,
         "BINS": bins,
         **made.numbers.constants(),
         "EARLY": capability >= HOPPER,
     }
-    return signature, constants, 8 if not every or (made.chunk > 32 and bins <= 128) else 4
+    return signature, constants, 8 if every > MOST_AT_ONCE // 2 and made.chunk > 32 else 4
 
 
 def runs_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str, Any], int]:
@@ -243,13 +255,24 @@ def combine_parts(
         "y": "*fp32:16", "indices": IDS[ids], "weights": TYPES[weights], "places": "*i32", "out": f"{TYPES[out]}:16",
         "H": "i32:16" if h % ALIGNED == 0 else "i32",
     }  # fmt: skip
-    constants = {"TOP": top, "BLOCK": block_of(h, tokens), **numbers.constants(), "EARLY": capability >= HOPPER}
-    return signature, constants, 4 if constants["BLOCK"] == BLOCK else 8
+    constants = {
+        "TOP": top,
+        "BLOCK": block_of(h, tokens, numbers),
+        "SPARSE": _sparse(h, tokens, numbers),
+        **numbers.constants(),
+        "EARLY": capability >= HOPPER,
+    }
+    return signature, constants, 4
 
 
-def block_of(h: int, tokens: int) -> int:
+def block_of(h: int, tokens: int, numbers: Numbers) -> int:
     """Values of a program of ``combine``."""
-    return BLOCK if tokens * -(-h // BLOCK) <= MANY else 4 * BLOCK
+    return 4 * BLOCK if _sparse(h, tokens, numbers) else BLOCK
+
+
+def _sparse(h: int, tokens: int, numbers: Numbers) -> bool:
+    """Whether most slots are skipped, and programs many."""
+    return tokens * h > MANY * BLOCK and 2 * len(numbers.local) <= numbers.experts
 
 
 def bind_lists(
@@ -268,12 +291,15 @@ def bind_lists(
     Returns:
         A function of indices (T, k), without gaps, and of memory: (nbytes / 4,) i32, or on a GPU its address.
     """
-    from halfbyte.kernels.cuda.lists_code import counts, lists
+    from halfbyte.kernels.cuda.lists_code import counts, lists, sums
 
     slots = made.tokens * made.top
     run = _program(lists, lists_parts(made, capability), device, early)
-    count = None if made.at_once else _program(counts, counts_parts(made, capability), device, early)
-    chunks = (-(-slots // made.chunk), 1, 1)
+    count = add = None
+    if not made.at_once:
+        count = _program(counts, counts_parts(made, capability), device, early)
+        add = _program(sums, sums_parts(made, capability), device, early)
+    chunks, some = (made.chunks, 1, 1), (-(-_bins(made.numbers) // SOME), 1, 1)
     words = (made.blocks, made.slots, made.count, made.offsets, made.table)
     plain, noted = bool(run.plainly), refused.word(device) if word is None else word
     named = None if places is None else (places if plain else places.data_ptr())
@@ -285,8 +311,9 @@ def bind_lists(
         else:
             ids, told = indices.data_ptr(), noted.data_ptr()
             blocks, listed, total, offsets, table = [memory + WORD * word for word in words]
-        if count is not None:
+        if count is not None and add is not None:
             count(chunks, (ids, named, table, slots))
+            add(some, (table, made.chunks))
         run(chunks, (ids, named, blocks, listed, total, offsets, table, told, slots))
 
     return bound
@@ -350,7 +377,7 @@ def bind_combine(
     from halfbyte.kernels.cuda.lists_code import combine
 
     run = _program(combine, combine_parts(h, top, dtypes, numbers, capability, tokens), device, early)
-    grid, plain = (-(-h // block_of(h, tokens)), tokens, 1), bool(run.plainly)
+    grid, plain = (-(-h // block_of(h, tokens, numbers)), tokens, 1), bool(run.plainly)
     named = None if places is None else (places if plain else places.data_ptr())
 
     def bound(y: Any, indices: Any, weights: Any, out: Any) -> None:

@@ -52,17 +52,33 @@ def counts(
     tl.store(table + tl.program_id(0) * BINS + tl.arange(0, BINS), found)
 
 
+@triton.jit
+def sums(table, CHUNKS, ROWS: tl.constexpr, SOME: tl.constexpr, BINS: tl.constexpr, EARLY: tl.constexpr):
+    """Of SOME places the counts in each of CHUNKS chunks to those in all before it; of all, in one more row."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.program_id(0) * SOME + tl.arange(0, SOME)
+    before = tl.zeros([SOME], tl.int32)
+    for first in range(0, CHUNKS, ROWS):
+        chunk = first + tl.arange(0, ROWS)[:, None]
+        at = table + chunk * BINS + place[None, :]
+        found = tl.load(at, mask=chunk < CHUNKS, other=0)
+        tl.store(at, before[None, :] + tl.cumsum(found, 0) - found, mask=chunk < CHUNKS)
+        before += tl.sum(found, 0)
+    tl.store(table + CHUNKS * BINS + place, before)
+
+
 @triton.jit(do_not_specialize=["SLOTS"])
 def lists(
     indices, places, blocks, slots, count, offsets, table, refused, SLOTS,
-    SIZE: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, ALL: tl.constexpr, BINS: tl.constexpr,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr, ALL: tl.constexpr, BINS: tl.constexpr,
     EXPERTS: tl.constexpr, FIRST: tl.constexpr, LOCAL: tl.constexpr, NULL: tl.constexpr, UNKNOWN: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Where CHUNK slots go.
 
-    A slot's rank among those of its place is how many are in earlier chunks, in earlier parts of its own, and earlier
-    in its part.
+    A slot's rank among those of its place is how many are in earlier chunks, and earlier in its own.
 
     Args:
         indices: (SLOTS,) i32 or i64.
@@ -71,12 +87,11 @@ def lists(
         slots: SIZE for each block; -1 where a block is not full.
         count: (1,), of blocks.
         offsets: (LOCAL + 1,), of the slots of each place among all that have one.
-        table: (chunks, BINS) as of ``counts``, if ALL is 0.
+        table: (chunks + 1, BINS) as of ``sums``, if ALL is 0.
         refused: (1,) i64: which slot is refused, as in ``halfbyte.kernels.cuda.refused``.
         SLOTS: how many there are.
         SIZE: slots of a block.
         CHUNK: slots of a program, a power of two.
-        PART: slots that are looked at together, a power of two.
         ALL: SLOTS or more, a power of two, if each program looks at all of them; else 0.
         BINS: LOCAL or more, a power of two.
         EXPERTS: as of ``places_of``.
@@ -99,14 +114,8 @@ def lists(
         else:
             before = tl.zeros([BINS], tl.int32)
     else:
-        total = tl.zeros([BINS], tl.int32)
-        before = tl.zeros([BINS], tl.int32)
-        for first in range(0, tl.cdiv(SLOTS, CHUNK), 16):
-            chunk = first + tl.arange(0, 16)[:, None]
-            at = table + chunk * BINS + tl.arange(0, BINS)[None, :]
-            found = tl.load(at, mask=chunk < tl.cdiv(SLOTS, CHUNK), other=0)
-            total += tl.sum(found, 0)
-            before += tl.sum(tl.where(chunk < tl.program_id(0), found, 0), 0)
+        total = tl.load(table + tl.num_programs(0) * BINS + tl.arange(0, BINS))
+        before = tl.load(table + tl.program_id(0) * BINS + tl.arange(0, BINS))
     full = (total + (SIZE - 1)) // SIZE
     block = tl.cumsum(full, 0) - full
     if tl.program_id(0) == 0:
@@ -115,31 +124,28 @@ def lists(
         tl.store(offsets + 1 + bins, tl.cumsum(total, 0), mask=bins < LOCAL)
         tl.store(offsets, 0)
 
-    for part in range(0, CHUNK, PART):
-        slot = start + part + tl.arange(0, PART)
-        place = places_of(indices + slot, slot < SLOTS, places, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
-        again = start + part + tl.arange(0, PART)
-        theirs = places_of(indices + again, again < SLOTS, places, EXPERTS, FIRST, LOCAL, -1, -1)
-        same = (theirs[None, :] == place[:, None]) & (again[None, :] < slot[:, None])
-        listed = place >= 0
-        own = tl.maximum(place, 0)
-        rank = tl.gather(before, own, 0) + tl.sum(same.to(tl.int32), 1)
-        base = tl.gather(block, own, 0)
-        last = listed & (rank + 1 == tl.gather(total, own, 0))
-        tl.store(blocks + base + rank // SIZE, place, mask=listed & (rank % SIZE == 0))
-        to = base * SIZE + rank
-        tl.store(slots + to, slot, mask=listed)
-        STEP: tl.constexpr = 8 if SIZE > 8 else SIZE
-        for step in tl.static_range(0, SIZE, STEP):
-            after = 1 + step + tl.arange(0, STEP)[None, :]
-            empty = last[:, None] & (rank[:, None] % SIZE + after < SIZE)
-            tl.store(slots + (to[:, None] + after), -1, mask=empty)
-        if CHUNK > PART:
-            before += tl.histogram(own, BINS, mask=listed)
-        if NULL < -1 or UNKNOWN < -1:
-            worst = tl.min(tl.where((place < -1) & (slot < SLOTS), slot, SLOTS), 0)
-            if worst < SLOTS:
-                tell(refused, indices, worst, EXPERTS)
+    slot = start + tl.arange(0, CHUNK)
+    place = places_of(indices + slot, slot < SLOTS, places, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
+    again = start + tl.arange(0, CHUNK)
+    theirs = places_of(indices + again, again < SLOTS, places, EXPERTS, FIRST, LOCAL, -1, -1)
+    same = (theirs[None, :] == place[:, None]) & (again[None, :] < slot[:, None])
+    listed = place >= 0
+    own = tl.maximum(place, 0)
+    rank = tl.gather(before, own, 0) + tl.sum(same.to(tl.int32), 1)
+    base = tl.gather(block, own, 0)
+    last = listed & (rank + 1 == tl.gather(total, own, 0))
+    tl.store(blocks + base + rank // SIZE, place, mask=listed & (rank % SIZE == 0))
+    to = base * SIZE + rank
+    tl.store(slots + to, slot, mask=listed)
+    STEP: tl.constexpr = 8 if SIZE > 8 else SIZE
+    for step in tl.static_range(0, SIZE, STEP):
+        after = 1 + step + tl.arange(0, STEP)[None, :]
+        empty = last[:, None] & (rank[:, None] % SIZE + after < SIZE)
+        tl.store(slots + (to[:, None] + after), -1, mask=empty)
+    if NULL < -1 or UNKNOWN < -1:
+        worst = tl.min(tl.where((place < -1) & (slot < SLOTS), slot, SLOTS), 0)
+        if worst < SLOTS:
+            tell(refused, indices, worst, EXPERTS)
 
 
 @triton.jit
@@ -204,8 +210,8 @@ def runs(
 @triton.jit
 def combine(
     y, indices, weights, places, out, H,
-    TOP: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, FIRST: tl.constexpr, LOCAL: tl.constexpr,
-    NULL: tl.constexpr, UNKNOWN: tl.constexpr, EARLY: tl.constexpr,
+    TOP: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr, EXPERTS: tl.constexpr, FIRST: tl.constexpr,
+    LOCAL: tl.constexpr, NULL: tl.constexpr, UNKNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK values of a token: the results of its slots, each times its weight, added in the order of the slots.
 
@@ -218,6 +224,7 @@ def combine(
         H: values of a token.
         TOP: slots of a token.
         BLOCK: a power of two.
+        SPARSE: whether most slots are skipped, so that it pays to pass over them.
         EXPERTS: as of ``lists``.
         FIRST: as of ``lists``.
         LOCAL: as of ``lists``.
@@ -235,10 +242,14 @@ def combine(
     for s in tl.static_range(TOP):
         slot = token * TOP + s
         place = places_of(indices + slot, slot >= 0, places, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
-        weight = widened(tl.load(weights + slot), True)
-        there = (column < H) & (place >= 0)
-        value = tl.load(y + slot.to(tl.int64) * H + column, mask=there, other=0.0)
-        total += tl.where(place >= 0, value * weight, 0.0)
+        if SPARSE:
+            if place >= 0:
+                weight = widened(tl.load(weights + slot), True)
+                total += tl.load(y + slot.to(tl.int64) * H + column, mask=column < H, other=0.0) * weight
+        else:
+            weight = tl.where(place >= 0, widened(tl.load(weights + slot), True), 0.0)
+            there = (column < H) & (place >= 0)
+            total += tl.load(y + slot.to(tl.int64) * H + column, mask=there, other=0.0) * weight
         refused = refused | (place < -1)
     total = tl.where(refused, float("nan"), total)
     tl.store(out + token.to(tl.int64) * H + column, total.to(out.dtype.element_ty), mask=column < H)
