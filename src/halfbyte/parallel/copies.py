@@ -41,10 +41,10 @@ class Copies:
         self.rank, self.size, self._patience = rank, size, int(1000 * timeout)
         self._buffer = symmetric.empty(6 * VALUES, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric.rendezvous(self._buffer, group)
-        self._inboxes = [self._handle.get_buffer(r, (VALUES,), torch.float32, 0) for r in range(size)]
-        self._sums = [self._handle.get_buffer(r, (VALUES,), torch.int16, 2 * VALUES) for r in range(size)]
-        if self._inboxes[rank].data_ptr() != self._buffer.data_ptr():
-            raise RuntimeError("symmetric memory begins elsewhere than its tensor")
+        view: Any = self._handle.get_buffer
+        shift = self._buffer.data_ptr() - view(rank, (1,), torch.uint8, 0).data_ptr()  # of a tensor within what is held
+        self._inboxes = [view(r, (VALUES,), torch.float32, shift // 4) for r in range(size)]
+        self._sums = [view(r, (VALUES,), torch.int16, shift // 2 + 2 * VALUES) for r in range(size)]
         addresses = [made.data_ptr() for made in self._sums]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
 
