@@ -117,7 +117,8 @@ def places(precision: str = "exact") -> Iterator[Any]:
                     tried = (case.call(device, dtype, layout, rows, 2, precision=precision) for rows in (1, 64))
                     if not all(kernel.refuse(call) for call in tried):
                         place = Place(kernel, device, dtype, layout)
-                        yield pytest.param(place, id=str(place))
+                        marks = pytest.mark.gpu if device["device"] != "cpu" else ()
+                        yield pytest.param(place, id=str(place), marks=marks)
 
 
 def routing(tokens: int, top: int, experts: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -79,6 +79,7 @@ def test_machine_code(capability):
 
 
 @needs_triton
+@pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("part", PARTS)
 def test_on_a_gpu(part):

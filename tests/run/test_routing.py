@@ -189,6 +189,7 @@ def test_what_is_chosen():
 
 
 @needs_triton
+@pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("part", PARTS)
 def test_on_a_gpu(part):

@@ -43,6 +43,8 @@ class Copies:
         self._handle: Any = symmetric.rendezvous(self._buffer, group)
         self._inboxes = [self._handle.get_buffer(r, (VALUES,), torch.float32, 0) for r in range(size)]
         self._sums = [self._handle.get_buffer(r, (VALUES,), torch.int16, 2 * VALUES) for r in range(size)]
+        if self._inboxes[rank].data_ptr() != self._buffer.data_ptr():
+            raise RuntimeError("symmetric memory begins elsewhere than its tensor")
         addresses = [made.data_ptr() for made in self._sums]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
 

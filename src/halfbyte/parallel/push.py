@@ -44,7 +44,10 @@ class Push:
         self._buffer = symmetric.empty(2 * size * MOST, dtype=torch.int64, device=device)
         self._buffer.zero_()
         self._handle: Any = symmetric.rendezvous(self._buffer, group)
-        self._addresses = torch.tensor(list(self._handle.buffer_ptrs), dtype=torch.int64, device=device)
+        seen = [self._handle.get_buffer(r, (2 * size * MOST,), torch.int64) for r in range(size)]
+        if seen[rank].data_ptr() != self._buffer.data_ptr():
+            raise RuntimeError("symmetric memory begins elsewhere than its tensor")
+        self._addresses = torch.tensor([one.data_ptr() for one in seen], dtype=torch.int64, device=device)
         self._counters = torch.zeros(SLOTS, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # ``made`` meets the other ranks next: all buffers are zero before anyone writes

@@ -242,7 +242,8 @@ def _finish(form, low, high, sums, scale2, per_row, bias, bias_kind, count, n, o
 def _unit_of(form: int, several: bool, alike: bool = False) -> Any:
     """The sums (T, UNIT) of rows ``low`` to ``high`` and up to TOKENS tokens, without gain.
 
-    At its end it asks for what ``then_codes`` and ``then_scales`` say comes next, in rows of the same size. Where ``alike``, those of a token do not depend on how many there are: eight f32 tokens at once would be added
+    At its end it asks for what ``then_codes`` and ``then_scales`` say comes next, in rows of the same size. Where
+    ``alike``, the sums of a token do not depend on how many there are: eight f32 tokens at once would be added
     otherwise, four and fewer are not.
     """
     eights = not (alike and form >= FMA)
