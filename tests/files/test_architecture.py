@@ -236,7 +236,7 @@ TILED = {
     "fp8_gluon": {"gemm_gluon"},
     "attend_gluon": {"step"},
     "experts_decode": {"decode_gluon", "experts"},
-    "experts_gemm": {"gemm_gluon", "fp8_gluon", "experts", "experts_order_code"},
+    "experts_gemm": {"gemm_gluon", "fp8_gluon", "experts", "experts_order"},
     "experts_fp8": {"experts_gemm", "experts"},
     "grouped_gluon": {"experts_gemm"},
     "experts_triton": {"experts"},

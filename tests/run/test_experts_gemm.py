@@ -129,14 +129,15 @@ def test_interleaved_gates_are_refused_with_what_to_do():
 
 FIRST = Product(1536, 2048, True, "silu", None, False, "bfloat16", "bfloat16", False, None, False, True)
 SECOND = Product(2048, 768, False, None, None, False, "bfloat16", "float32", False, None, True)
-CODES = [pair for made in CONFIGURATIONS for pair in ((made.first, FIRST), (made.second, SECOND))]
-CODES += [(made.first, replace(FIRST, early=True)) for made in FP8] + [(made.second, SECOND) for made in FP8[1:]]
-CODES += [
-    (
-        CONFIGURATIONS[0].first,
-        replace(FIRST, k=720, activation="swigluoai", limit=7.0, up_first=True, per_row=True, bias="float32"),
-    ),
-    (CONFIGURATIONS[-1].first, replace(FIRST, gated=False, activation="relu2", dtype="float16", out_dtype="float16")),
+SMALLEST, *_, LARGEST = CONFIGURATIONS
+CODES = [
+    (SMALLEST.first, replace(FIRST, k=720, activation="swigluoai", limit=7.0, up_first=True, per_row=True)),
+    (SMALLEST.second, SECOND),
+    (CONFIGURATIONS[1].first, replace(FIRST, k=720, bias="float32")),
+    (CONFIGURATIONS[1].second, replace(SECOND, dtype="float16")),
+    (CONFIGURATIONS[2].first, replace(FIRST, gated=False, activation="relu2", dtype="float16", out_dtype="float16")),
+    (LARGEST.first, FIRST),
+    (FP8[-1].first, replace(FIRST, early=True)),
 ]
 
 

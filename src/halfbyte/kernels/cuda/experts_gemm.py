@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from halfbyte.arrays import dtype_name
 from halfbyte.kernels.base import Kernel
-from halfbyte.kernels.cuda import experts
+from halfbyte.kernels.cuda import experts, experts_order
 from halfbyte.kernels.cuda.experts import Layer, behind, slots_each
 from halfbyte.kernels.cuda.fp8_gluon import FACTOR as FP8_FACTOR
 from halfbyte.kernels.cuda.fp8_gluon import look_up_code, table_code
@@ -252,32 +252,17 @@ def refuse(call: ExpertsCall) -> tuple[str, ...]:
 
 
 def bind_order(made: Grouped, most: int, device: Any) -> Callable[[tuple[int, ...], int], tuple[int, ...]]:
-    """What finds the order in which blocks are dealt out, where their sizes matter.
-
-    Args:
-        made: how products run.
-        most: blocks, at the most.
-        device: of torch's, with an index.
+    """What finds the order of up to ``most`` blocks, where their sizes matter; see ``experts_order``.
 
     Returns:
         A function of the addresses of blocks, slots and count, and of memory, (most,) i32; it gives what products take.
     """
     if not made.low:
         return lambda lists, at: (*lists, 0)
-    from halfbyte.kernels.cuda.experts_order_code import order
-
-    types = dict.fromkeys(("slots", "count", "to"), "*i32:16")
-    constants = {
-        "SIZE": made.slots,
-        "LOW": made.low,
-        "MID": made.mid or made.low,
-        "CHUNK": min(1024, max(128, 1 << (most - 1).bit_length())),
-        "EARLY": True,
-    }
-    run = program(order, types, constants, device=device, pdl=True)
+    order = experts_order.bind(made.slots, made.low, made.mid or made.low, most, device)
 
     def ordered(lists: tuple[int, ...], at: int) -> tuple[int, ...]:
-        run((1, 1, 1), (*lists[1:], at))
+        order(lists[1], lists[2], at)
         return (*lists, at)
 
     return ordered

@@ -1,4 +1,4 @@
-"""Device code of ``halfbyte.kernels.cuda.experts_gemm``, in Triton: the order in which blocks are dealt out."""
+"""Device code of ``halfbyte.kernels.cuda.experts_order``, in Triton."""
 
 from __future__ import annotations
 
