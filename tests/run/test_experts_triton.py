@@ -26,7 +26,7 @@ def test_in_the_interpreter():
         cwd=Path(__file__).parents[1],
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "interpreted 20\ngrouped 15\n"), done.stderr[-3000:]
+    assert (done.returncode, done.stdout) == (0, "interpreted 23\ngrouped 15\n"), done.stderr[-3000:]
 
 
 def call(rows, capability=90, layout="fragments", dtype="bfloat16", **changes):
