@@ -605,3 +605,5 @@ class TestOnAGpu:
         graph.replay()
         assert y[0].isnan().all()
         assert not y[1:].isnan().any()
+        with pytest.raises(UsageError, match="an id named no expert at slot 0 of the indices in an earlier call"):
+            experts(hidden, indices, routing)
