@@ -1,6 +1,6 @@
-"""Writes the figures of GPUs and of whole models in README.md and docs/performance.md from benchmarks/results.
+"""Writes the figures of GPUs, whole models and experts in README.md and docs/performance.md from benchmarks/results.
 
-``python -m benchmarks.gpu --out``, ``benchmarks.models --out`` and ``benchmarks.models_cpu --out`` write those.
+``python -m benchmarks.gpu --out``, and ``--out`` of ``models``, ``models_cpu`` and ``experts`` beside it, write those.
 Usage: ``python scripts/gpu_table.py``, and with ``--check`` it writes nothing and exits with 1 where a table is old.
 """
 
@@ -19,6 +19,8 @@ BEGIN: Final = "<!-- figures of GPUs: written by scripts/gpu_table.py -->\n"
 END: Final = "<!-- end of figures of GPUs -->\n"
 MODELS_BEGIN: Final = "<!-- figures of models: written by scripts/gpu_table.py -->\n"
 MODELS_END: Final = "<!-- end of figures of models -->\n"
+EXPERTS_BEGIN: Final = "<!-- figures of experts: written by scripts/gpu_table.py -->\n"
+EXPERTS_END: Final = "<!-- end of figures of experts -->\n"
 ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 MANY_ROWS: Final = (256, 512, 1024, 4096)
 """Numbers of tokens that get a column, if they were measured: of the first table, and of that with FP8."""
@@ -257,6 +259,49 @@ def with_models(page: str, results: Iterable[tuple[str, str]], *, missed: bool =
     return _between(page, MODELS_BEGIN, MODELS_END, parts)
 
 
+def experts(name: str, document: dict[str, Any]) -> str:
+    """The figures of layers of experts on a GPU, in Markdown, and the bounds that were missed."""
+    run, versions = document["run"], document["run"]["versions"]
+    cases: dict[str, dict[str, Any]] = {}
+    for row in document["rows"]:
+        if row.get("seconds"):
+            key = "default" if row["facts"].get("picked") else row["who"].split()[0]
+            held = cases.setdefault(row["what"], {})
+            best = held.get((key, row["facts"]["what"]))
+            if best is None or row["seconds"] < best["seconds"]:
+                held[key, row["facts"]["what"]] = row
+    lines = []
+    for what, held in cases.items():
+        products, layer = (held.get(("default", part)) for part in ("products", "layer"))
+        if products is None or layer is None:
+            continue
+        figures = {figure["name"]: figure["value"] for figure in products["figures"]}
+        peers = [held.get((peer, "products")) for peer in ("humming", "torch")]
+        cells = [what, products["who"], f"{products['facts']['floor'] * 1e6:.1f}", _us(products["seconds"])]
+        cells += [f"{figures['of the floor']:.2f}", _us(layer["seconds"])]
+        lines.append(f"| {' | '.join([*cells, *('' if one is None else _us(one['seconds']) for one in peers)])} |")
+    said = [
+        f"On an {run['gpu']} (driver {run['driver']}, torch {versions['torch']}, Triton {versions['triton']}; "
+        f"{run['date']}, commit {(run['commit'] or 'unknown')[:7]}), by",
+        f"`{run['command']}`, microseconds; all rows are in `benchmarks/results/{name}`.",
+        "",
+        "| layer, tokens | kernel | floor | two products | of the floor | whole layer | Humming | torch bf16 |",
+        "|---|---|---|---|---|---|---|---|",
+        *lines,
+        "",
+        f"{document['verdict'][0]}.",
+        *(f"- {line}" for line in document["verdict"][1:]),
+    ]
+    return "\n".join(said) + "\n"
+
+
+def with_experts(page: str, results: Iterable[tuple[str, str]]) -> str:
+    """A page with the figures of experts on GPUs."""
+    documents = ((name, json.loads(text)) for name, text in results)
+    parts = [experts(name, document) for name, document in documents if "run" in document]
+    return _between(page, EXPERTS_BEGIN, EXPERTS_END, parts)
+
+
 def _between(page: str, begin: str, end: str, parts: Sequence[str]) -> str:
     head, rest = page.split(begin)
     _, tail = rest.split(end)
@@ -272,7 +317,9 @@ def pages() -> dict[Path, str]:
     """Both as they must be."""
     parts = {README: table, PAGE: details}
     made = {page: written(page.read_text(), results(), part) for page, part in parts.items()}
-    return {page: with_models(text, results("-models.json"), missed=page == PAGE) for page, text in made.items()}
+    made = {page: with_models(text, results("-models.json"), missed=page == PAGE) for page, text in made.items()}
+    made[PAGE] = with_experts(made[PAGE], results("-experts.json"))
+    return made
 
 
 def main() -> int:

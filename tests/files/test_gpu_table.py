@@ -201,3 +201,40 @@ def test_real_models_on_a_cpu(gpu_table):
 def test_pages_are_what_the_results_say(gpu_table):
     for page, made in gpu_table.pages().items():
         assert page.read_text() == made, "run: python scripts/gpu_table.py"
+
+
+def of_experts(who, part, seconds, picked=None, **figures):
+    named = [{"name": name.replace("_", " "), "value": value} for name, value in figures.items()]
+    facts = {"what": part, "floor": 7.2e-6} | ({} if picked is None else {"picked": picked})
+    return {"what": "made-up, 1 tokens", "who": who, "seconds": seconds, "figures": named, "facts": facts}
+
+
+def test_experts(gpu_table):
+    rows = [
+        of_experts("one", "products", 10.44e-6, True, of_the_floor=0.6897, x_Humming=2.3),
+        of_experts("one", "layer", 11.9e-6, True),
+        of_experts("other", "products", 9e-6, False, of_the_floor=0.8),
+        of_experts("humming grouped", "products", 25.8e-6),
+        of_experts("humming indexed", "products", 24.4e-6),
+        {"what": "made-up, 1 tokens", "who": "torch bfloat16", "missing": "no memory"},
+        of_experts("one", "products", 1e-6, True, of_the_floor=0.1) | {"what": "without a layer"},
+    ]
+    run = RUN | {"command": "python -m benchmarks.experts"}
+    document = {"run": run, "rows": rows, "verdict": ["1 of 2 bounds met", "missed: one"]}
+    page = f"before\n{gpu_table.EXPERTS_BEGIN}old\n{gpu_table.EXPERTS_END}after\n"
+    on_a_cpu = json.dumps({"machine": {}, "rows": []})
+    made = gpu_table.with_experts(page, [("cpu-experts.json", on_a_cpu), ("a-experts.json", json.dumps(document))])
+    assert made == (
+        f"before\n{gpu_table.EXPERTS_BEGIN}"
+        "On an NVIDIA Made-up (driver 1.2.3, torch 2.11.0, Triton 3.6.0; 2026-01-02, commit 0123456), by\n"
+        "`python -m benchmarks.experts`, microseconds; all rows are in `benchmarks/results/a-experts.json`.\n"
+        "\n"
+        "| layer, tokens | kernel | floor | two products | of the floor | whole layer | Humming | torch bf16 |\n"
+        "|---|---|---|---|---|---|---|---|\n"
+        "| made-up, 1 tokens | one | 7.2 | 10.4 | 0.69 | 11.9 | 24.4 |  |\n"
+        "\n"
+        "1 of 2 bounds met.\n"
+        "- missed: one\n"
+        f"{gpu_table.EXPERTS_END}after\n"
+    )
+    assert gpu_table.with_experts(page, []) == f"before\n{gpu_table.EXPERTS_BEGIN}{gpu_table.EXPERTS_END}after\n"
