@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ class Program:
             sass=disassembled(compiled.asm["cubin"]),
             ptx=compiled.asm["ptx"],
             shared=compiled.metadata.shared,
+            ttgir=compiled.asm["ttgir"],
         )
 
 
@@ -160,12 +162,14 @@ class Code:
         sass: the listing of the machine code.
         ptx: what was assembled.
         shared: bytes of shared memory.
+        ttgir: Triton's own code, in which copies have shapes.
     """
 
     log: str
     sass: str
     ptx: str
     shared: int
+    ttgir: str = ""
 
     @cached_property
     def registers(self) -> int:
@@ -186,6 +190,18 @@ class Code:
     def warnings(self) -> list[str]:
         """Of the assembler; C7510 and the like say that it serialised matrix instructions."""
         return [line for line in self.log.splitlines() if re.search(r"warning|\(C7\d+\)", line, re.IGNORECASE)]
+
+    @cached_property
+    def expected(self) -> list[tuple[int, int]]:
+        """Bytes that a barrier is told to expect, and those of the boxes that are asked for until the next one is."""
+        found: list[tuple[int, int]] = []
+        for line in self.ttgir.splitlines():
+            if told := EXPECTED.search(line):
+                found.append((int(told[1]), 0))
+            elif box := COPIED.search(line):
+                expected, copied = found[-1]
+                found[-1] = expected, copied + prod(map(int, box[1].split("x")[:-1])) * int(box[2]) // 8
+        return found
 
     @cached_property
     def instructions(self) -> list[tuple[list[str], str, str, str]]:
@@ -233,6 +249,8 @@ def count(opcodes: Counter[str], pattern: str | re.Pattern[str]) -> int:
 
 
 LINE = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][A-Z0-9_.]*)\s*(.*)")
+EXPECTED = re.compile(r"barrier_expect %\w+, (\d+)")
+COPIED = re.compile(r"async_tma_copy_global_to_local .*-> !ttg\.memdesc<((?:\d+x)+)[a-z]+(\d+)")
 LABEL = re.compile(r"(\.L_\w+):")
 TARGET = re.compile(r"\.L_\w+")
 

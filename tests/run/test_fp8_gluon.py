@@ -252,6 +252,8 @@ def test_machine_code(made, flags, whole):
     assert max(loop.per_matrix for loop in code.loops) <= 58
     assert all(count(loop.opcodes, r"(LDG|STG)\b") == 0 for loop in code.loops)
     assert code.shared <= SHARED - 1024
+    (first, _), (expected, copied) = code.expected
+    assert first == expected == copied
 
 
 # On a GPU

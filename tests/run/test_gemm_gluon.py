@@ -279,6 +279,8 @@ def test_machine_code(made, flags):
     assert all(count(loop.opcodes, r"(LDG|STG|STS)\b") == 0 for loop in code.loops)
     assert all(count(loop.opcodes, r"LDSM") for loop in code.loops)
     assert code.shared <= SHARED // made.programs - 1024
+    (first, _), (expected, copied) = code.expected
+    assert first == expected == copied
 
 
 # On a GPU

@@ -12,7 +12,6 @@ product: against the same quantized values it is ``fp8_gluon.ERROR`` at most, re
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Final
 
 from halfbyte.arrays import dtype_name
@@ -54,18 +53,12 @@ def refuse(call: ExpertsCall) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _products(call: ExpertsCall, bias: str | None, down_bias: str | None) -> tuple[Any, Any]:
-    """Both start early: what quantizes is between the lists and them."""
-    one, two = both(call, bias, down_bias)
-    return replace(one, early=True), two
-
-
 def bind(args: ExpertsArgs, made: ExpertsGemm | None = None) -> Callable[[Any, Any, Any, Any], None]:
     """A call's launches; ``made`` instead of the configuration chosen."""
     call = args.call()
     made = configure(call) if made is None else made
     biases = [args.gate_up_bias, args.down_bias]
-    one, two = _products(call, *(None if b is None else dtype_name(b.dtype) for b in biases))
+    one, two = both(call, *(None if b is None else dtype_name(b.dtype) for b in biases))
     device, tokens, width, inner = args.hidden.device, call.rows, call.shape[-1], call.inner
     slots, size = tokens * call.top, made.first.slots
     most = most_blocks(slots, call.shape[0], size)
@@ -97,7 +90,7 @@ def compile_as(call: ExpertsCall, made: ExpertsGemm) -> None:
     device = torch.device(call.device)
     bind_order(made.first, most_blocks(call.rows * call.top, call.shape[0], made.first.slots), device)
     biases = ("float32" if has else None for has in (call.bias, call.down_bias))
-    for way, product in zip((made.first, made.second), _products(call, *biases), strict=True):
+    for way, product in zip((made.first, made.second), both(call, *biases), strict=True):
         compiled(way, product, device)
     for k in (call.shape[-1], call.inner):
         quantizer(device, call.dtype, k, ordered=True, early=True, capability=call.capability)

@@ -96,7 +96,7 @@ def produce(maps, boxes, ring, lists, x, numbers, FORM: gl.constexpr):
     GATED: gl.constexpr = FORM[5]
     EARLY: gl.constexpr = FORM[6]
     LISTED: gl.constexpr = FORM[21]
-    BYTES: gl.constexpr = C * U * (8 * 576) + (0 if LISTED else NB * U * 128)
+    BYTES: gl.constexpr = C * U * (8 * 576) + (0 if LISTED else NB * U * 8 * FORM[18].primitive_bitwidth)
     STEP: gl.constexpr = 4 * C if GATED else 8 * C
     blocks, _slots, count, order = lists
     _codes, _scales, to, full, empty = ring
