@@ -143,6 +143,13 @@ def loaded(mesh: Any, path: str, tokens: list[list[int]], new: int, options: dic
     return logits, greedy.tokens, drawn.tokens, reads.count, held, sizes, greedy.how, 2 * headers.count
 
 
+def quantized(mesh: Any, path: str) -> None:
+    import halfbyte.hf
+
+    model = halfbyte.hf.from_pretrained(path, mesh=mesh, dtype=torch.float32)
+    halfbyte.hf.quantize_model(model, include=["lm_head"])
+
+
 def saved(mesh: Any, path: str, target: str) -> None:
     import halfbyte.hf
 

@@ -146,10 +146,21 @@ def test_options_that_cannot_be_meant(folder):
         halfbyte.hf.from_pretrained(path, expert_parallel=True)
     with pytest.raises(UsageError, match="a mesh tells the device of each rank"):
         halfbyte.hf.from_pretrained(path, mesh=object(), device_map="cpu")
+    with pytest.raises(UsageError, match="this is no mesh: got int; pass what halfbyte.parallel.start gives"):
+        halfbyte.hf.from_pretrained(path, mesh=2)
 
 
-def test_a_split_model_is_not_saved(pool, folder):
+def test_experts_of_a_model_without_any_are_not_dealt(pool, folder):
     path, *_ = checkpoint(folder, "llama", head_dim=16)
+    found = pool.run(cases.loaded, 2, str(path), PROMPTS, NEW, {"dtype": torch.float32, "expert_parallel": True})
+    text = "UsageError: there are no NVFP4 experts to deal to the ranks; leave expert_parallel out"
+    assert all(one == text for one in found), found
+
+
+def test_a_split_model_is_neither_quantized_nor_saved(pool, folder):
+    path, *_ = checkpoint(folder, "llama", head_dim=16)
+    found = pool.run(cases.quantized, 2, str(path))
+    assert all(one.startswith("UsageError: the model is split over ranks; quantize it whole") for one in found), found
     found = pool.run(cases.saved, 2, str(path), str(folder / "again"))
     assert all("this layer is split over ranks, so it has no whole weight" in one for one in found), found
     assert not (folder / "again").exists()

@@ -99,7 +99,9 @@ class Ranks:
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Ranks:
-        """Those of a mesh; UsageError where it has several axes."""
+        """Those of a mesh; UsageError where it has several axes, or is none."""
+        if not isinstance(mesh, DeviceMesh):
+            raise UsageError("this is no mesh", got=type(mesh).__name__, hint="pass what halfbyte.parallel.start gives")
         group: Any = mesh.get_group() if mesh.ndim == 1 else None
         known = _known.get(group) if group is not None else None
         if known is None:
