@@ -19,13 +19,14 @@ class Pool:
 
     def __init__(self, timeout: float = 60.0, size: int = 4, device: str = "cpu") -> None:
         self.size = size
-        spawn = multiprocessing.get_context("spawn")
+        start = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")  # no forks of CUDA
+        start.set_forkserver_preload(["torch.distributed.device_mesh", "rank_cases"])  # imported once for all ranks
         self._folder = tempfile.TemporaryDirectory()
-        self._asked = [spawn.Queue() for _ in range(self.size)]
-        self._told = spawn.Queue()
+        self._asked = [start.Queue() for _ in range(self.size)]
+        self._told = start.Queue()
         store = f"file://{self._folder.name}/store"
         self.processes = [
-            spawn.Process(
+            start.Process(
                 target=_serve,
                 args=(rank, self.size, store, timeout, device, self._asked[rank], self._told),
                 daemon=True,
@@ -96,3 +97,6 @@ def _serve(rank: int, size: int, store: str, timeout: float, device: str, asked:
             if os.environ.get("SHOW"):
                 traceback.print_exc()
         told.put((rank, answer))
+    told.close()
+    told.join_thread()
+    os._exit(0)  # ranks that take their groups apart wait for each other

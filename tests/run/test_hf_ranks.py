@@ -146,7 +146,7 @@ def test_options_that_cannot_be_meant(folder):
         halfbyte.hf.from_pretrained(path, expert_parallel=True)
     with pytest.raises(UsageError, match="a mesh tells the device of each rank"):
         halfbyte.hf.from_pretrained(path, mesh=object(), device_map="cpu")
-    with pytest.raises(UsageError, match="this is no mesh: got int; pass what halfbyte.parallel.start gives"):
+    with pytest.raises(UsageError, match=r"this is no mesh: got int; pass what halfbyte\.parallel\.start gives"):
         halfbyte.hf.from_pretrained(path, mesh=2)
 
 

@@ -203,7 +203,7 @@ class Filling:
             weight = read_stack(self.checkpoint, layers).torch(device).replace(input_scale=one)
             stacks.append(self._packed(f"{stack.path}.{name}", weight))
         biases = [self._bias(layers, device) for layers in (stack.gate_up, stack.down)]
-        made = experts_of(self.old[stack.path], stacks[0], stacks[1], biases, self._precision(stack.path))
+        made = experts_of(self.old[stack.path], stacks[0], stacks[1], biases, precision=self._precision(stack.path))
         if self.split is not None:
             self.split.experts(made, count)
         self._put(stack, made)

@@ -91,7 +91,7 @@ def stacks_refusal(old: Any) -> str | None:
 
 
 def experts_of(
-    old: Any, gate_up: Packed, down: Packed, biases: Any = (None, None), precision: str = "exact"
+    old: Any, gate_up: Packed, down: Packed, biases: Any = (None, None), *, precision: str = "exact"
 ) -> Experts:
     """What takes the place of a module that ``experts_refusal`` lets pass, gate before up.
 
