@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers import Phi3Config, Phi3ForCausalLM
 
 import halfbyte as hb
 import halfbyte.hf
@@ -138,6 +139,15 @@ def test_a_class_without_a_plan_is_refused(pool, folder):
     model.save_pretrained(folder / "bert")
     found = pool.run(cases.loaded, 2, str(folder / "bert"), PROMPTS, NEW, {"dtype": torch.float32})
     assert all("transformers has no tensor-parallel plan for this class" in one for one in found), found
+
+
+def test_a_class_whose_plan_leaves_all_whole_is_refused(pool, folder):
+    model = Phi3ForCausalLM(Phi3Config(**hf_models.SIZES | {"num_key_value_heads": 2, "pad_token_id": 0}))
+    halfbyte.hf.quantize_model(model)
+    model.save_pretrained(folder / "phi3")
+    found = pool.run(cases.loaded, 2, str(folder / "phi3"), PROMPTS, NEW, {"dtype": torch.float32})
+    text = "UsageError: transformers' tensor-parallel plan for this class leaves all layers whole: got Phi3ForCausalLM"
+    assert all(one == text for one in found), found
 
 
 def test_options_that_cannot_be_meant(folder):

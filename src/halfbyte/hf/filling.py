@@ -73,6 +73,9 @@ class Filling:
             raise UsageError("there are no NVFP4 experts to deal to the ranks", hint="leave expert_parallel out")
         self.head = _path_of(model, model.get_output_embeddings())
         self.split = Split(model, options.ranks, options.dealt) if options.ranks is not None else None
+        if self.split is not None and not self.plan.stacks and self.split.is_idle:
+            name = type(model).__name__
+            raise UsageError("transformers' tensor-parallel plan for this class leaves all layers whole", got=name)
         self.dense: dict[str, tuple[Part, Module]] = {}
         self.report = LoadReport(
             str(checkpoint.path), checkpoint.dialect_name, notes=self.plan.notes, kv=kv_format(checkpoint.headers)

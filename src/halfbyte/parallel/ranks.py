@@ -72,8 +72,8 @@ def start(device: str | None = None, *, timeout: float = TIMEOUT) -> DeviceMesh:
 class Ranks:
     """The ranks of one mesh axis. Every rank has to make the same calls in the same order.
 
-    A rank that fails makes the others fail: over gloo at once, as its connection closes, else after the timeout of the
-    process group. ``Ranks.of`` gives the same object for the same group.
+    A rank that fails makes the others fail: over gloo at once where they exchange with it, as its connection closes,
+    else after the timeout of the process group. ``Ranks.of`` gives the same object for the same group.
 
     Attributes:
         group: of torch.distributed.
