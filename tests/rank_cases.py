@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import halfbyte as hb
@@ -143,6 +146,13 @@ def loaded(mesh: Any, path: str, tokens: list[list[int]], new: int, options: dic
     return logits, greedy.tokens, drawn.tokens, reads.count, held, sizes, greedy.how, 2 * headers.count
 
 
+def quantized(mesh: Any, path: str) -> None:
+    import halfbyte.hf
+
+    model = halfbyte.hf.from_pretrained(path, mesh=mesh, dtype=torch.float32)
+    halfbyte.hf.quantize_model(model, include=["lm_head"])
+
+
 def saved(mesh: Any, path: str, target: str) -> None:
     import halfbyte.hf
 
@@ -207,20 +217,27 @@ def agreement(mesh: Any, differ: bool) -> int:
     return Ranks.of(mesh).agreed("the answers", ("yes", rank // 2 if differ else 0), 100 + rank)
 
 
-def dying(mesh: Any, victim: int) -> Any:
-    """A sum that one rank does not live to see."""
-    ranks = Ranks.of(mesh)
+def impatient(patience: float) -> Ranks:
+    """All ranks, in a group of its own that has met, and waits for so many seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=patience))
+    ranks = Ranks.of(DeviceMesh.from_group(group, "cpu"))
     ranks.sum(torch.ones(4), None, torch.float32)
+    return ranks
+
+
+def dying(mesh: Any, victim: int, patience: float) -> Any:
+    """A sum that one rank does not live to see."""
+    ranks = impatient(patience)
     if ranks.rank == victim:
         os._exit(1)
     return ranks.sum(torch.ones(4), None, torch.float32)
 
 
-def late(mesh: Any, seconds: float) -> Any:
-    """A sum to which the last rank comes late."""
-    ranks = Ranks.of(mesh)
+def late(mesh: Any, patience: float) -> Any:
+    """A sum to which the last rank comes when the others have given up."""
+    ranks = impatient(patience)
     if ranks.rank == ranks.size - 1:
-        time.sleep(seconds)
+        time.sleep(2 * patience)
     return ranks.sum(torch.ones(4), None, torch.float32)
 
 

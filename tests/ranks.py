@@ -17,17 +17,18 @@ PATIENCE = 120.0
 class Pool:
     """Four ranks, or as many as asked; a case runs on all of them, with a mesh of two (in pairs) or of all."""
 
-    def __init__(self, timeout: float = 60.0, size: int = 4, device: str = "cpu") -> None:
+    def __init__(self, size: int = 4, device: str = "cpu") -> None:
         self.size = size
-        spawn = multiprocessing.get_context("spawn")
+        start = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")  # no forks of CUDA
+        start.set_forkserver_preload(["torch.distributed.device_mesh", "rank_cases"])  # imported once for all ranks
         self._folder = tempfile.TemporaryDirectory()
-        self._asked = [spawn.Queue() for _ in range(self.size)]
-        self._told = spawn.Queue()
+        self._asked = [start.Queue() for _ in range(self.size)]
+        self._told = start.Queue()
         store = f"file://{self._folder.name}/store"
         self.processes = [
-            spawn.Process(
+            start.Process(
                 target=_serve,
-                args=(rank, self.size, store, timeout, device, self._asked[rank], self._told),
+                args=(rank, self.size, store, device, self._asked[rank], self._told),
                 daemon=True,
             )
             for rank in range(self.size)
@@ -75,7 +76,7 @@ class Failed(str):
     """The text of an error: its class and its message."""
 
 
-def _serve(rank: int, size: int, store: str, timeout: float, device: str, asked: Any, told: Any) -> None:
+def _serve(rank: int, size: int, store: str, device: str, asked: Any, told: Any) -> None:
     from datetime import timedelta
 
     import torch
@@ -83,7 +84,7 @@ def _serve(rank: int, size: int, store: str, timeout: float, device: str, asked:
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     meshes = {size: init_device_mesh(device, (size,), mesh_dim_names=("ranks",))}
     if size > 2:
         meshes[2] = init_device_mesh(device, (size // 2, 2), mesh_dim_names=("pair", "ranks"))["ranks"]
@@ -96,3 +97,6 @@ def _serve(rank: int, size: int, store: str, timeout: float, device: str, asked:
             if os.environ.get("SHOW"):
                 traceback.print_exc()
         told.put((rank, answer))
+    told.close()
+    told.join_thread()
+    os._exit(0)  # ranks that take their groups apart wait for each other

@@ -157,7 +157,7 @@ def _experts(modules: list[Module]) -> Iterator[Product]:
         assert place is not None
         part = spelled(module.name).rpartition(".")[2]
         one = replace(_product(module), name=f"{place[0]}.*.{part}")
-        form = replace(one, role="experts", stored=0)
+        form = replace(one, role="experts", stored=0, input_scale=False)  # some may lack one, and are the same product
         layers[place[0]][part].setdefault(form, []).append(one)
     for parts in layers.values():
         made: dict[str, list[Product]] = {

@@ -311,19 +311,24 @@ class TestForms:
             plan(path, device=HOPPER, ranks=3)
         with pytest.raises(UsageError, match="ranks are from 1 to 1024"):
             plan(path, device=HOPPER, ranks=1, expert_parallel=True)
+        with pytest.raises(UsageError, match="there are no experts to deal to the ranks; leave expert_parallel out"):
+            plan(path, device=HOPPER, ranks=2, expert_parallel=True)
 
     def test_experts_over_ranks(self, tmp_path):
-        tensors = split_experts("model.layers.0.mlp.experts", expert_weights(8, 32, HIDDEN))
+        tensors = {}
+        for i in range(2):
+            tensors |= split_experts(f"model.layers.{i}.mlp.experts", expert_weights(8, 32, HIDDEN))
         for part in ("gate_proj", "up_proj", "down_proj"):
             for suffix in ("", "_scale", "_scale_2"):
                 tensors[f"model.layers.0.mlp.{part}.weight{suffix}"] = None
+        tensors["model.layers.0.mlp.experts.3.up_proj.input_scale"] = np.float32(0.01)
         config = CONFIG | {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "num_attention_heads": 2}
         path = make_dense(tmp_path / "a", change=tensors, config=config)
         columns, dealt = (plan(path, device=HOPPER, ranks=2, expert_parallel=how) for how in (False, True))
         found = [layer(one, "experts.*.gate_proj+up_proj+down_proj") for one in (columns, dealt)]
         assert [(one["shape"], one["experts"]) for one in found] == [([32, 32, 16], 8), ([64, 32, 32], 4)]
         sums = [one.facts["steps"][0]["sums"] - 1 for one in (columns, dealt)]  # but that of o_proj
-        assert sums == [1, 1]
+        assert sums == [2, 2]
 
     def test_the_config_does_not_say_how_many_experts(self, tmp_path):
         tensors = split_experts("model.layers.0.mlp.experts", expert_weights(4, 16, HIDDEN))

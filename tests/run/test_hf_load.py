@@ -223,6 +223,19 @@ class TestWhatIsMade:
         with pytest.raises(LayoutError, match="unknown layout"):
             from_pretrained(GOLDENS["modelopt_llama_nvfp4"], layout="best")
 
+    @pytest.mark.parametrize("precision", [None, "fp8", "w4a4", "int8"])
+    def test_precision_of_experts(self, precision):
+        source = GOLDENS["modelopt_qwen3moe_w4a16"]
+        experts = from_pretrained(source).model.layers[0].mlp.experts
+        model = from_pretrained(source, precision=precision)
+        own = model.model.layers[0].mlp.experts
+        assert own.precision == {None: "exact", "int8": "exact"}.get(precision, precision)
+        notes = [note for note in model.halfbyte.notes if "experts are not computed in INT8, but exactly" in note]
+        assert len(notes) == (precision == "int8")
+        x = torch.randn(3, own.hidden_size, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        ids, weights = torch.tensor([[0, 1]] * 3), torch.ones(3, 2)
+        assert torch.equal(own(x, ids, weights), experts(x, ids, weights)) == (own.precision == "exact")
+
     def test_copies_keep_the_sharing(self):
         model = from_pretrained(GOLDENS["modelopt_llama_nvfp4"])
         other = copy.deepcopy(model)

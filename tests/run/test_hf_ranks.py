@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers import Phi3Config, Phi3ForCausalLM
 
 import halfbyte as hb
 import halfbyte.hf
@@ -140,16 +141,36 @@ def test_a_class_without_a_plan_is_refused(pool, folder):
     assert all("transformers has no tensor-parallel plan for this class" in one for one in found), found
 
 
+def test_a_class_whose_plan_leaves_all_whole_is_refused(pool, folder):
+    model = Phi3ForCausalLM(Phi3Config(**hf_models.SIZES | {"num_key_value_heads": 2, "pad_token_id": 0}))
+    halfbyte.hf.quantize_model(model)
+    model.save_pretrained(folder / "phi3")
+    found = pool.run(cases.loaded, 2, str(folder / "phi3"), PROMPTS, NEW, {"dtype": torch.float32})
+    text = "UsageError: transformers' tensor-parallel plan for this class leaves all layers whole: got Phi3ForCausalLM"
+    assert all(one == text for one in found), found
+
+
 def test_options_that_cannot_be_meant(folder):
     path, *_ = checkpoint(folder, "llama", head_dim=16)
     with pytest.raises(UsageError, match="experts are dealt to the ranks of a mesh"):
         halfbyte.hf.from_pretrained(path, expert_parallel=True)
     with pytest.raises(UsageError, match="a mesh tells the device of each rank"):
         halfbyte.hf.from_pretrained(path, mesh=object(), device_map="cpu")
+    with pytest.raises(UsageError, match=r"this is no mesh: got int; pass what halfbyte\.parallel\.start gives"):
+        halfbyte.hf.from_pretrained(path, mesh=2)
 
 
-def test_a_split_model_is_not_saved(pool, folder):
+def test_experts_of_a_model_without_any_are_not_dealt(pool, folder):
     path, *_ = checkpoint(folder, "llama", head_dim=16)
+    found = pool.run(cases.loaded, 2, str(path), PROMPTS, NEW, {"dtype": torch.float32, "expert_parallel": True})
+    text = "UsageError: there are no NVFP4 experts to deal to the ranks; leave expert_parallel out"
+    assert all(one == text for one in found), found
+
+
+def test_a_split_model_is_neither_quantized_nor_saved(pool, folder):
+    path, *_ = checkpoint(folder, "llama", head_dim=16)
+    found = pool.run(cases.quantized, 2, str(path))
+    assert all(one.startswith("UsageError: the model is split over ranks; quantize it whole") for one in found), found
     found = pool.run(cases.saved, 2, str(path), str(folder / "again"))
     assert all("this layer is split over ranks, so it has no whole weight" in one for one in found), found
     assert not (folder / "again").exists()

@@ -69,8 +69,13 @@ class Filling:
         self.dtype = dtype or torch.get_default_dtype()
         self.names = Names(model)
         self.plan = plan(model, checkpoint, self.names, options.fuse)
+        if options.dealt and not self.plan.stacks:
+            raise UsageError("there are no NVFP4 experts to deal to the ranks", hint="leave expert_parallel out")
         self.head = _path_of(model, model.get_output_embeddings())
         self.split = Split(model, options.ranks, options.dealt) if options.ranks is not None else None
+        if self.split is not None and not self.plan.stacks and self.split.is_idle:
+            name = type(model).__name__
+            raise UsageError("transformers' tensor-parallel plan for this class leaves all layers whole", got=name)
         self.dense: dict[str, tuple[Part, Module]] = {}
         self.report = LoadReport(
             str(checkpoint.path), checkpoint.dialect_name, notes=self.plan.notes, kv=kv_format(checkpoint.headers)
@@ -201,10 +206,17 @@ class Filling:
             weight = read_stack(self.checkpoint, layers).torch(device).replace(input_scale=one)
             stacks.append(self._packed(f"{stack.path}.{name}", weight))
         biases = [self._bias(layers, device) for layers in (stack.gate_up, stack.down)]
-        made = experts_of(self.old[stack.path], stacks[0], stacks[1], biases)
+        made = experts_of(self.old[stack.path], stacks[0], stacks[1], biases, precision=self._precision(stack.path))
         if self.split is not None:
             self.split.experts(made, count)
         self._put(stack, made)
+
+    def _precision(self, path: str) -> str:
+        """That of experts: the one asked for, but for INT8, which they do not have."""
+        asked = self.options.precision
+        if asked == "int8":
+            self.report.notes.append(f"{path}: experts are not computed in INT8, but exactly")
+        return "exact" if asked in (None, "int8") else asked
 
     def _bias(self, experts: list[tuple[Module, ...]], device: torch.device) -> Any:
         """(E, N) of the layers of each expert, None where they have none."""

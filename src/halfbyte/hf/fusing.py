@@ -90,14 +90,17 @@ def stacks_refusal(old: Any) -> str | None:
     return None
 
 
-def experts_of(old: Any, gate_up: Packed, down: Packed, biases: Any = (None, None)) -> Experts:
+def experts_of(
+    old: Any, gate_up: Packed, down: Packed, biases: Any = (None, None), *, precision: str = "exact"
+) -> Experts:
     """What takes the place of a module that ``experts_refusal`` lets pass, gate before up.
 
     An index of ``num_experts`` or more names no expert there, and is skipped.
     """
     how = _how(old)
     assert isinstance(how, dict)
-    return Experts(gate_up, down, padding=True, gate_up_bias=biases[0], down_bias=biases[1], **how)
+    own: dict[str, Any] = {"gate_up_bias": biases[0], "down_bias": biases[1], "precision": precision}
+    return Experts(gate_up, down, padding=True, **own, **how)
 
 
 def _how(old: Any) -> dict[str, Any] | str:

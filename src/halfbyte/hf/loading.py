@@ -49,7 +49,7 @@ def from_pretrained(
         dtype: of what is dense, and of activations; by default the config's.
         device_map: as transformers takes it; NVFP4 layers are packed on their device.
         fuse: whether layers of one input (q, k and v; gate and up) become one product where they can.
-        precision: of the products of NVFP4 layers; see ``halfbyte.linear``.
+        precision: of the products of NVFP4 layers; see ``halfbyte.linear``. Experts stay exact with "int8".
         layout: the key of a layout for all NVFP4 layers; by default "fragments" of the model's dtype on an NVIDIA GPU
             where Triton is at hand, else "rows".
         mesh: of one axis, as ``halfbyte.parallel.start`` gives it: the model is split over its ranks, by the plan that

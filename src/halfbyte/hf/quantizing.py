@@ -70,10 +70,12 @@ def quantize_model(
     Raises:
         QuantizeError: a weight with NaN or Inf, or of another dtype; it names the weight and the first place.
         UsageError: nothing to quantize; a weight on the meta device or with hooks; a tied weight or an expert that is
-            to be quantized without the others; an unknown recipe.
+            to be quantized without the others; an unknown recipe; a model that is split over ranks.
         LayoutError: a layout that cannot hold a weight.
     """
     begin = time.perf_counter()
+    if any(hasattr(module, "ranks") for module in model.modules()):
+        raise UsageError("the model is split over ranks", hint="quantize it whole, save it, and load that with a mesh")
     chosen = Chosen(model, Patterns(include), Patterns(exclude))
     run = _Run(model, chosen, recipe, share_scale2, parse(layout) if isinstance(layout, str) else layout)
     try:

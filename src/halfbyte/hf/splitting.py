@@ -95,6 +95,11 @@ class Split:
             if part is not None:
                 self.parts[path] = part
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether each rank holds all layers, but for a head."""
+        return all(part.how == "gathered" for part in self.parts.values())
+
     def _part(self, path: str, module: torch.nn.Linear, style: str) -> Part | None:
         n, k, ranks = module.out_features, module.in_features, self.ranks
         if style == "rowwise":

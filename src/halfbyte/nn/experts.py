@@ -90,11 +90,13 @@ class Experts(Quantized):
         gated: whether there is a gate; without one the activation is of up alone.
         null: "refuse" tokens that are routed to null experts, or "skip" those slots.
         precision: "exact", or "fp8" to allow that activations and weights are rounded as ``linear`` does in FP8: on a
-            GPU where a kernel does so and is faster, elsewhere always.
+            GPU where a kernel does so and is faster, elsewhere always. With "w4a4" activations are rounded to NVFP4,
+            slowly, to measure accuracy.
         out_dtype: of the result, float32; by default that of the activations.
 
     Raises:
-        UsageError: stacks that do not fit each other, an unknown activation or order, a bias that does not fit.
+        UsageError: stacks that do not fit each other, an unknown activation, order or precision, a bias that does
+            not fit.
         WeightError: a null weight.
     """
 

@@ -72,8 +72,8 @@ def start(device: str | None = None, *, timeout: float = TIMEOUT) -> DeviceMesh:
 class Ranks:
     """The ranks of one mesh axis. Every rank has to make the same calls in the same order.
 
-    A rank that fails makes the others fail: over gloo at once, as its connection closes, else after the timeout of the
-    process group. ``Ranks.of`` gives the same object for the same group.
+    A rank that fails makes the others fail: over gloo at once where they exchange with it, as its connection closes,
+    else after the timeout of the process group. ``Ranks.of`` gives the same object for the same group.
 
     Attributes:
         group: of torch.distributed.
@@ -99,7 +99,9 @@ class Ranks:
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Ranks:
-        """Those of a mesh; UsageError where it has several axes."""
+        """Those of a mesh; UsageError where it has several axes, or is none."""
+        if not isinstance(mesh, DeviceMesh):
+            raise UsageError("this is no mesh", got=type(mesh).__name__, hint="pass what halfbyte.parallel.start gives")
         group: Any = mesh.get_group() if mesh.ndim == 1 else None
         known = _known.get(group) if group is not None else None
         if known is None:

@@ -92,6 +92,8 @@ def plan(
                 got=checkpoint.dialect_name,
                 hint="halfbyte quantize makes an NVFP4 checkpoint of a dense one",
             )
+        if expert_parallel and not any(one.role == "experts" for one in listed):
+            raise UsageError("there are no experts to deal to the ranks", hint="leave expert_parallel out")
         if ranks > 1:
             listed = on_a_rank(listed, ranks, checkpoint.config, expert_parallel)
         planner = _Planner(checkpoint, listed, device, precision, dtype, layout)
@@ -163,8 +165,7 @@ class _Planner:
         self.ranks = ranks
         if dealt and self.taken is not None:
             self.taken = ceil(self.taken / ranks)
-        self.sums = sum(one.count for one in self.run if is_summed(one) and one.role == "linear")
-        self.sums += len({one.name.rpartition(".")[0] for one in self.run if is_summed(one) and one.role == "experts"})
+        self.sums = sum(one.count for one in self.run if is_summed(one))
         self.notes.append("products and memory are those of one rank; what the ranks exchange takes time of its own")
         if self.tied:
             self.notes.append("a head that is tied to the embedding is whole on every rank")
