@@ -90,7 +90,7 @@ class Experts(Quantized):
         gated: whether there is a gate; without one the activation is of up alone.
         null: "refuse" tokens that are routed to null experts, or "skip" those slots.
         precision: "exact", or "fp8" to allow that activations and weights are rounded as ``linear`` does in FP8: on a
-            GPU where a kernel does so and is faster, elsewhere always.
+            GPU where a kernel does so and is faster, elsewhere always; or "w4a4" as for ``linear``.
         out_dtype: of the result, float32; by default that of the activations.
 
     Raises:
