@@ -46,7 +46,8 @@ class Stacks:
     def identity(self) -> tuple[Any, ...]:
         """What tells these from others with the same gate_up."""
         one, two = self.gate_up_bias, self.down_bias
-        return self.down.shape, id(self.down.buffers()["scale2"]), one is None or id(one), two is None or id(two)
+        biases = None if one is None else (id(one), one.dtype), None if two is None else (id(two), two.dtype)
+        return self.down.layout, *map(id, self.down.buffers().values()), *biases
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
@@ -73,7 +74,7 @@ def compute(
         stacks: the weights, on the device of the others.
         mixture: how they compute.
         precision: "exact", or "fp8" to allow that activations and weights are rounded to E4M3: on a GPU where a kernel
-            does so and is faster, elsewhere always.
+            does so and is faster, elsewhere always; or "w4a4", which rounds activations to NVFP4 before each product.
         out_dtype: of the result: that of hidden, which is the default, or float32.
 
     Returns:
@@ -91,15 +92,21 @@ def compute(
         weights.shape, weights.dtype, weights.device, *stacks.identity, mixture, precision, to, forced_name(),
     )  # fmt: skip
     known = stacks.gate_up.memo.get(key)
-    if known is not None and known[0]() and not wants_gradient(hidden, weights):
-        return _run(known[1], hidden, indices, weights, mixture, to)
-    check(hidden, indices, weights, stacks)
+    run = None if known is None or not known[0]() else known[1]
+    if run is not None and not wants_gradient(hidden, weights):
+        return _run(run, hidden, indices, weights, mixture, to)
+    if run is None:
+        check(hidden, indices, weights, stacks)
+
+    def computed(x: Tensor) -> Tensor:
+        if run is not None:
+            return _run(run, x, indices, weights, mixture, to)
+        return _first(x, indices, weights, stacks, mixture, precision, to, key)
+
     if wants_gradient(hidden, weights):
-        made: Tensor = without_gradient()(
-            hidden, weights, lambda x: _first(x, indices, weights, stacks, mixture, precision, to, key)
-        )
+        made: Tensor = without_gradient()(hidden, weights, computed)
         return made
-    return _first(hidden, indices, weights, stacks, mixture, precision, to, key)
+    return computed(hidden)
 
 
 def _first(
@@ -135,7 +142,9 @@ def _first(
         return _run(functools.partial(_unbound, kernel, args), args.hidden, args.indices, args.weights, mixture, to)
     run = kernel.bind(args)
     if hidden.is_cuda or len(hidden) <= _FEW_TOKENS:
-        keep(stacks.gate_up.memo, key, (watched_weakly(stacks.tensors()), run))
+        biases = (args.gate_up_bias, stacks.gate_up_bias), (args.down_bias, stacks.down_bias)
+        copies = [used for used, given in biases if used is not given]  # which the kernel knows by address
+        keep(stacks.gate_up.memo, key, (watched_weakly(stacks.tensors()), run, copies))
     return _run(run, hidden, indices, weights, mixture, to)
 
 

@@ -164,7 +164,7 @@ def without_gradient() -> Callable[[Array, Array | None, Callable[[Array], Array
         @staticmethod
         def backward(ctx: Any, *gradients: Array) -> Any:
             raise UsageError(
-                "halfbyte.linear has no gradient", hint="run the model under torch.no_grad(), or detach its output"
+                "halfbyte has no gradient", hint="run the model under torch.no_grad(), or detach its output"
             )
 
     apply: Callable[[Array, Array | None, Callable[[Array], Array]], Array] = WithoutGradient.apply

@@ -123,7 +123,7 @@ def _watched(buffers: list[Any]) -> Callable[[], bool]:
 def watched_weakly(tensors: list[Any]) -> Callable[[], bool]:
     """The same question about tensors that it does not keep: False once one is gone."""
     counted = [(ref(a), a._version) for a in tensors if not a.is_inference()]
-    moving = [(ref(a), a.data_ptr()) for a in tensors if a.is_cuda or a.is_inference()]
+    moving = [(ref(a), a.data_ptr()) for a in tensors]  # of a parameter that is cast, only the data is another
 
     def unchanged() -> bool:
         for known, version in counted:

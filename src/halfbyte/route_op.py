@@ -11,14 +11,14 @@ from halfbyte.kernels import select
 from halfbyte.kernels.routing import INDICES, RouteArgs, Rule
 from halfbyte.numerics import is_torch
 from halfbyte.operands import check_beside, check_float, contiguous, wants_gradient, without_gradient
-from halfbyte.remembered import forced_name
+from halfbyte.remembered import forced_name, keep
 from halfbyte.weight import dtype_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _known: Final[dict[Any, Callable[..., None]]] = {}
-"""What runs on calls of one key."""
+"""What runs on calls of one key; of many all are forgotten."""
 
 
 def route(
@@ -95,15 +95,16 @@ def _compute(logits: Tensor, bias: Tensor | None, rule: Rule, ids: str) -> tuple
     shape = logits.shape[0], rule.top
     indices = torch.empty(shape, dtype=getattr(torch, ids), device=logits.device)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    key = logits.shape, logits.dtype, logits.device, bias is not None and (bias.shape, bias.dtype), rule, ids
-    known = _known.get((key, forced_name()))
+    of_bias = None if bias is None else (bias.shape, bias.dtype)
+    key = logits.shape, logits.dtype, logits.device, of_bias, rule, ids, forced_name()
+    known = _known.get(key)
     if known is None:
         args = RouteArgs(logits=logits, bias=bias, rule=rule, indices=indices, weights=weights)
         kernel = select(RouteArgs, args.call())
         if kernel.bind is None:
             raise UsageError(f"kernel {kernel.name} cannot be bound")
         known = kernel.bind(args) if shape[0] else _nothing
-        _known[key, forced_name()] = known
+        keep(_known, key, known)
     known(logits, bias, indices, weights)
     return indices, weights
 

@@ -67,7 +67,7 @@ def experts_op(
     """
     stacks = _stacks(layouts, shapes, names, gate_up, down, gate_up_bias, down_bias)
     for stack in (stacks.gate_up, stacks.down):
-        stack.memo = memo_of(stack.buffers()["scale2"])
+        stack.memo = memo_of(next(iter(stack.buffers().values())))
     mixture = _mixture(activation, limit, gate_up_order, experts, tuple(local), padding, gated, null)
     with keeping_nothing():
         return compute(hidden, indices, weights, stacks, mixture, precision=precision, out_dtype=out_dtype)

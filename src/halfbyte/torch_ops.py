@@ -157,7 +157,9 @@ def linear_w4a4_op(
 ) -> Tensor:
     """``halfbyte.linear`` with the precision "w4a4"; arguments as of ``linear_op``."""
     packed = _checked(x, layout, n, k, names, buffers, bias)
-    y: Tensor = w4a4_ops.linear_w4a4(x, packed, bias, str(out_dtype).removeprefix("torch."))
+    packed.memo = memo_of(packed.buffers().get("scales", buffers[0]))
+    with keeping_nothing():
+        y: Tensor = w4a4_ops.linear_w4a4(x, packed, bias, str(out_dtype).removeprefix("torch."))
     return y
 
 

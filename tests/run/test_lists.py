@@ -33,6 +33,22 @@ def test_places():
 
 
 @needs_triton
+def test_tokens_are_along_the_first_axis(monkeypatch):
+    """No other takes more than 65535 programs."""
+    grids = []
+
+    def run(grid, args):
+        grids.append(grid)
+
+    run.plainly = "it is recorded"
+    monkeypatch.setattr(lists, "_program", lambda *of: run)
+    numbers = Numbers(8, tuple(range(8)))
+    dtypes = "int64", "float32", "bfloat16"
+    lists.bind_combine(70_000, 2, 1040, dtypes, numbers, None, "cpu", 90)(None, None, None, None)
+    assert grids == [(70_000, 3, 1)]
+
+
+@needs_triton
 def test_in_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

@@ -6,6 +6,7 @@ import copy
 import ctypes
 import pickle
 import re
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -17,9 +18,13 @@ import halfbyte as hb
 from gpu_codecs import needs_gpu, needs_triton
 from halfbyte import expert_ops, torch_experts
 from halfbyte.errors import UsageError, WeightError
+from halfbyte.expert_ops import Stacks, compute
 from halfbyte.kernels import ExpertsArgs, base, experts_torch
 from halfbyte.kernels.cuda import refused
+from halfbyte.kernels.experts import places
+from halfbyte.layouts import Packed
 from halfbyte.nn import Experts, weights_of
+from halfbyte.remembered import keep
 from halfbyte.torch_experts import experts_op, traced
 from halfbyte.weight import Weight
 
@@ -339,6 +344,54 @@ class TestRemembered:
         experts(*given)
         assert len(calls) == 3
 
+    def test_not_after_biases_were_cast(self):
+        biases = np.ones((E, 2 * N), np.float32), np.ones((E, H), np.float32)
+        experts, given = Experts.of(layers(), gate_up_bias=biases[0], down_bias=biases[1]), routed(3)
+        before = experts(*given)
+        assert torch.equal(experts.to(torch.bfloat16)(*given), before)
+        experts.down.bias.data = torch.zeros(E, H)
+        assert not torch.equal(experts(*given), before)
+
+    def test_not_of_another_down_with_the_same_scale2(self):
+        experts, (hidden, indices, routing) = Experts.of(layers(), activation="relu2"), routed(3)
+        one, two = experts.gate_up.packed, experts.down.packed
+        none = {"codes": torch.zeros_like(two.buffers()["codes"])}
+        other = Packed(two.layout, two.shape, two.buffers() | none)
+        for down, zero in ((two, False), (other, True), (two, False)):
+            y = compute(hidden, indices, routing, Stacks(gate_up=one, down=down), experts.mixture)
+            assert y.eq(0).all() == zero
+
+    def test_not_of_other_experts_with_the_same_scale2_in_an_operator(self):
+        given, mine = routed(3), [Experts.of(layers()), Experts.of(layers()[::-1])]
+        expected = [experts(*given) for experts in mine]
+        for name in ("gate_up", "down"):
+            one, other = (experts.get_submodule(name) for experts in mine)
+            assert torch.equal(one.scale2, other.scale2)
+            other._buffers["scale2"] = one.scale2
+        for experts, y in zip(mine, expected, strict=True):
+            held = [(s._key, s.shape, s.held(), None) for s in (experts.gate_up, experts.down)]
+            assert torch.equal(traced(*given, held, experts.mixture, "exact", None), y)
+
+    def test_a_bias_that_was_copied_lives_as_long(self, stub):
+        experts, (hidden, indices, routing) = Experts.of(layers()), routed(3)
+        wide = torch.zeros(H, E).T
+        stacks = Stacks(gate_up=experts.gate_up.packed, down=experts.down.packed, down_bias=wide)
+        compute(hidden, indices, routing, stacks, experts.mixture)
+        copied = weakref.ref(calls.pop().down_bias)
+        assert copied() is not None
+        assert copied().is_contiguous()
+
+    def test_places_are_never_forgotten(self, stub):
+        null = Weight.null((N, H)), Weight.null((N, H)), Weight.null((H, N))
+        experts = Experts.of([own if e in (0, 2, 3, 5, 8) else null for e, own in enumerate(layers(9))])
+        hidden, _, routing = routed(1)
+        experts(hidden, torch.tensor([[0, 8]]), routing)
+        found = places(calls[0])
+        assert found.tolist() == [0, -1, 1, 2, -1, 3, -1, -1, 4]
+        for i in range(300):
+            keep(experts.gate_up.packed.memo, ("call", i), None)
+        assert places(calls[0]) is found
+
     def test_ids_are_looked_at_in_each_call(self, stub):
         experts, (hidden, indices, routing) = Experts.of(layers()), routed(3)
         experts(hidden, indices, routing)
@@ -351,6 +404,7 @@ class TestRemembered:
         experts(*given)
         with pytest.raises(UsageError, match="has no gradient"):
             experts(given[0].requires_grad_(), *given[1:]).sum().backward()
+        assert len(calls) == 1
 
 
 class TestWordOfTheGpu:

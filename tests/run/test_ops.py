@@ -11,7 +11,7 @@ import torch
 import halfbyte as hb
 from halfbyte import nn, ops, remembered
 from halfbyte.errors import UsageError
-from halfbyte.kernels import KERNELS
+from halfbyte.kernels import KERNELS, grouped
 from halfbyte.layouts import Packed
 
 RNG = np.random.default_rng(7)
@@ -174,6 +174,28 @@ class TestExperts:
         w = hb.Weight.stack([weight()] * 4)
         with pytest.raises(UsageError, match="counts do not fit"):
             hb.grouped_linear(activations(4, 64), w, counts)
+
+    def test_the_second_call_is_bound_already(self, monkeypatch):
+        bound = []
+
+        def bind(args):
+            bound.append(args)
+            return lambda x, counts, out: out.copy_(counts.sum() + args.bias[0, 0])
+
+        made = replace(grouped.LOOP, launch=None, bind=bind)
+        monkeypatch.setattr(ops, "select", lambda bundle, call: made)
+        packed, x = hb.pack(hb.Weight.stack([weight()] * 4)).to("cpu"), torch.ones(4, 64)
+        bias = torch.zeros(48, 4).T
+        for counts in ([4, 0, 0, 0], [1, 1, 1, 1]):
+            assert hb.grouped_linear(x, packed, counts, bias).eq(4).all()
+        assert len(bound) == 1
+        bias += 1
+        assert hb.grouped_linear(x, packed, [4, 0, 0, 0], bias).eq(5).all()
+        packed.buffers()["codes"].zero_()
+        hb.grouped_linear(x, packed, [4, 0, 0, 0], bias)
+        hb.grouped_linear(x[:3], packed, [3, 0, 0, 0], bias)
+        hb.grouped_linear(x, packed, torch.tensor([4, 0, 0, 0]), bias.clone())
+        assert len(bound) == 5
 
     def test_a_weight_without_experts(self):
         with pytest.raises(UsageError, match="one expert axis"):

@@ -14,6 +14,7 @@ import halfbyte as hb
 from cuda_code import ARCHITECTURES, Program
 from gpu_codecs import needs_gpu, needs_triton
 from gpu_routing import CASES, DEEPSEEK, NEMOTRON, QWEN, case, check
+from halfbyte import route_op
 from halfbyte.errors import UsageError
 from halfbyte.kernels import RouteArgs, select
 from halfbyte.kernels.cuda import routing as cuda
@@ -118,6 +119,13 @@ def test_no_tokens_and_odd_strides():
     logits, _ = case(8, bias=False)
     for a, b in zip(hb.route(logits.T.contiguous().T, 2), hb.route(logits, 2), strict=True):
         assert torch.equal(a, b)
+
+
+def test_kinds_of_calls_are_not_kept_without_end(monkeypatch):
+    monkeypatch.setattr(route_op, "_known", {})
+    for tokens in range(300):
+        hb.route(torch.zeros(tokens, 4), 1)
+    assert 0 < len(route_op._known) <= 257
 
 
 def test_no_gradient():

@@ -224,7 +224,7 @@ class ExpertsArgs:
         gate_up_bias: (E, 2I) or (E, I) floats, or None.
         down_bias: (E, H) floats, or None.
         mixture: how they compute.
-        precision: "exact" or "fp8".
+        precision: of ``PRECISIONS``.
         out: (T, H) of the dtype of hidden, or float32; written.
 
     Raises:
@@ -331,14 +331,15 @@ def places(args: ExpertsArgs) -> Any:
     """(experts,) i32 beside the stacks: the place of each expert in them by its number, -1 for null ones; kept."""
     import torch
 
-    memo, mixture = args.gate_up.memo, args.mixture
-    key = "places", mixture.experts, mixture.local, str(args.hidden.device)
+    mixture = args.mixture
+    memo = args.gate_up.memo.setdefault("places", {})  # never forgotten: CUDA graphs read there
+    key = mixture.experts, mixture.local, args.hidden.device
     found = memo.get(key)
     if found is None:
         numbers = [-1] * mixture.experts
         for place, e in enumerate(mixture.local):
             numbers[e] = place
-        found = memo[key] = torch.tensor(numbers, dtype=torch.int32).to(args.hidden.device)
+        found = memo.setdefault(key, torch.tensor(numbers, dtype=torch.int32).to(args.hidden.device))
     return found
 
 

@@ -101,7 +101,7 @@ class GroupedArgs:
 def expert_of(stack: Packed, e: int) -> Packed:
     """One expert of a stack; what kernels keep of it is kept with the stack."""
     own = stack.expert(e)
-    own.memo = stack.memo.setdefault(("expert", e), {})
+    own.memo = stack.memo.setdefault("experts", {}).setdefault(e, {})
     return own
 
 

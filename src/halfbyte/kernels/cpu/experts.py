@@ -51,15 +51,16 @@ def _bind(args: ExpertsArgs) -> Callable[..., None]:
     kept: list[Any] = [places]
 
     def at(a: Any, wide: bool = False) -> int:
-        """The address of an array, of float32 where ``wide``; 0 of None."""
+        """The address of an array, of float32 where ``wide``; 0 of None. What had to be copied is kept."""
         if a is None:
             return 0
         if is_torch(a):
-            a = (a.float() if wide else a).contiguous()
+            made = (a.float() if wide else a).contiguous()
         else:
-            a = np.ascontiguousarray(a, np.float32 if wide else None)
-        kept.append(a)
-        return address_of(a)
+            made = np.ascontiguousarray(a, np.float32 if wide else None)
+        if made is not a:
+            kept.append(made)
+        return address_of(made)
 
     limit = np.float32(0 if mixture.limit is None else mixture.limit)
     fixed: dict[str, Any] = {

@@ -377,7 +377,7 @@ def bind_combine(
     from halfbyte.kernels.cuda.lists_code import combine
 
     run = _program(combine, combine_parts(h, top, dtypes, numbers, capability, tokens), device, early)
-    grid, plain = (-(-h // block_of(h, tokens, numbers)), tokens, 1), bool(run.plainly)
+    grid, plain = (tokens, -(-h // block_of(h, tokens, numbers)), 1), bool(run.plainly)
     named = None if places is None else (places if plain else places.data_ptr())
 
     def bound(y: Any, indices: Any, weights: Any, out: Any) -> None:

@@ -232,8 +232,8 @@ def combine(
         UNKNOWN: as of ``lists``.
         EARLY: it starts before the kernel ahead of it ends, and so may the one behind.
     """
-    token = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(0)  # along the first axis: the others end at 65535
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()

@@ -191,7 +191,7 @@ def bind_gate(args: GateArgs, early: bool = True) -> Callable[..., None]:
     call = args.call()
     made = gate_parts(call.dtype, call.width, call.activation, call.capability)
     run = compiled(gate, *made, device=args.out.device, early=early)
-    grid, width, plain = (-(-call.width // GATE_BLOCK), call.rows, 1), call.width, bool(run.plainly)
+    grid, width, plain = (-(-call.width // GATE_BLOCK) * call.rows, 1, 1), call.width, bool(run.plainly)
 
     def bound(gate_up: Any, out: Any) -> None:
         run(grid, (*_pointers(plain, gate_up, out), width))

@@ -113,8 +113,9 @@ def gate(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    programs = tl.cdiv(WIDTH, BLOCK)  # of a row: along one axis, as the others end at 65535
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    column = tl.program_id(0) % programs * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     at = gate_up + row * (2 * WIDTH) + column
     g = _wide(tl.load(at, mask=inside, other=0), BITS)
