@@ -351,6 +351,7 @@ NO_KERNELS = (
     "lists",
     "lists_code",
     "experts",
+    "ordered",
 )
 TABLES = {"layouts": "LAYOUTS", "recipes": "RECIPES", "dialects": "DIALECTS", "kernels": "KERNELS"}
 

@@ -314,7 +314,9 @@ def test_splits_of_gluon(changes, splits, warps):
 
 
 @needs_triton
-@pytest.mark.parametrize(("ops", "counts"), [(("add_norms", "gates"), "18 36"), (("attends", "finds"), "18 18")])
+@pytest.mark.parametrize(
+    ("ops", "counts"), [(("add_norms", "gates", "orders"), "18 36 15"), (("attends", "finds"), "18 18")]
+)
 def test_every_op_in_the_interpreter(ops, counts):
     tests = Path(__file__).parent.parent
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -59,8 +59,8 @@ def configure(call: AttendCall) -> Attend:
     return Attend(splits=-(-blocks // -(-blocks // most)), warps=warps)
 
 
-def parts(call: AttendCall, made: Attend, settled: bool) -> tuple[Any, Any, int]:
-    """Signature, constants and warps."""
+def parts(call: AttendCall, made: Attend, settled: bool, orders: bool = False) -> tuple[Any, Any, int]:
+    """Signature, constants and warps; if it ``orders``, the result is as ``halfbyte.kernels.cuda.ordered`` has it."""
     of = f"{TYPES[call.dtype]}:16"
     signature = {
         "qkv": of, "cos": "*fp32:16", "sin": "*fp32:16", "positions": "*i64", "keys": of, "values": of,
@@ -77,6 +77,7 @@ def parts(call: AttendCall, made: Attend, settled: bool) -> tuple[Any, Any, int]
         "K_NORM": call.k_norm,
         "EARLY": True,
         "SETTLED": settled,
+        "ORDERS": orders and made.splits == 1,
     }
     return signature, constants, made.warps
 
@@ -93,17 +94,17 @@ def refuse(call: AttendCall) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def bind(args: AttendArgs, made: Attend | None = None, early: bool = True) -> Callable[..., None]:
-    """What writes the cache and ``out``."""
+def bind(args: AttendArgs, made: Attend | None = None, early: bool = True, orders: bool = False) -> Callable[..., None]:
+    """What writes the cache and ``out``, which it ``orders``."""
     from halfbyte.kernels.cuda.attend_gluon_code import attend
 
     call = args.call()
     made = configure(call) if made is None else made
     device = args.out.device
-    of = parts(call, made, args.settled)
+    of = parts(call, made, args.settled, orders)
     run = compiled(attend, *of, device=device, early=early, registers=made.registers)
     grid = made.splits, call.kv_heads, call.rows
-    return in_shares(call, run, grid, made.splits, device, early)
+    return in_shares(call, run, grid, made.splits, device, early, orders)
 
 
 def load(call: AttendCall) -> None:

@@ -143,8 +143,9 @@ def signature(dtype: str, out_dtype: str, bias_dtype: str) -> dict[str, str]:
 
 
 def constants(
-    shape: tuple[int, int], rows: int, dtype: str, *, per_row: bool, bias: bool, made: Decode, gate: str | None = None
-) -> dict[str, Any]:
+    shape: tuple[int, int], rows: int, dtype: str, *, per_row: bool, bias: bool, made: Decode, gate: str | None = None,
+    ordered: bool = False, orders: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """The constants of the device code for a weight (N, K) and so many tokens."""
     n, k = shape
     units = -(-k // UNIT)
@@ -167,13 +168,29 @@ def constants(
         "FACTOR": FACTOR,
         "KEEP": "evict_first",
         "GATE": gate,
+        "ORDERED": ordered,
+        "ORDERS": orders,
     }
 
 
-def parts(call: Call, bias_dtype: str, made: Decode, gate: str | None = None) -> tuple[dict[str, str], dict[str, Any]]:
-    """The signature and the constants for a call; without a bias its dtype is any."""
+def parts(
+    call: Call, bias_dtype: str, made: Decode, gate: str | None = None, ordered: bool = False, orders: bool = False
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """The signature and the constants for a call; without a bias its dtype is any.
+
+    Args:
+        call: what is multiplied.
+        bias_dtype: of the bias.
+        made: the configuration.
+        gate: an activation, or None.
+        ordered: x lies in order (``halfbyte.kernels.cuda.ordered``); of more than 8 tokens.
+        orders: the result does.
+    """
     n, k = call.shape
-    held = constants((n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made, gate=gate)
+    held = constants(
+        (n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made, gate=gate, ordered=ordered,
+        orders=orders,
+    )  # fmt: skip
     return signature(call.dtype, call.out_dtype, bias_dtype), held
 
 
@@ -225,30 +242,37 @@ def refuse(call: Call) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def bind(args: LinearArgs, made: Decode | None = None) -> Callable[[Array, Array | None, Array], None]:
-    """What is left of a launch for calls like these; ``made`` instead of the configuration chosen."""
+def bind(
+    args: LinearArgs, made: Decode | None = None, *, ordered: bool = False
+) -> Callable[[Array, Array | None, Array], None]:
+    """What is left of a launch for calls like these; ``made`` instead of the configuration chosen.
+
+    If ``ordered``, what it takes for x is as ``halfbyte.kernels.cuda.ordered`` has it; of 9 to 16 tokens.
+    """
     call = args.call()
-    return _bind(args, call, configure(call) if made is None else made)
+    return _bind(args, call, configure(call) if made is None else made, ordered=ordered)
 
 
-def bind_gated(args: GatedArgs, made: Decode | None = None) -> Callable[[Array, Array | None, Array], None]:
-    """As ``bind``, with a gate."""
+def bind_gated(
+    args: GatedArgs, made: Decode | None = None, *, ordered: bool = False, orders: bool = False
+) -> Callable[[Array, Array | None, Array], None]:
+    """As ``bind``, with a gate; it ``orders`` what it gives."""
     call = args.call()
-    return _bind(args, call.linear(), configure_gated(call) if made is None else made, args.activation)
+    made = configure_gated(call) if made is None else made
+    return _bind(args, call.linear(), made, args.activation, ordered=ordered, orders=orders)
 
 
 def _bind(
-    args: LinearArgs | GatedArgs, call: Call, made: Decode, gate: str | None = None
-) -> Callable[[Array, Array | None, Array], None]:
+    args: LinearArgs | GatedArgs, call: Call, made: Decode, gate: str | None = None, *, ordered: bool = False,
+    orders: bool = False,
+) -> Callable[[Array, Array | None, Array], None]:  # fmt: skip
     n, rows = call.shape[0], call.rows
     buffers = args.weight.buffers()
     codes, scales, scale2 = (buffers[name].data_ptr() for name in ("codes", "scales", "scale2"))
     device = args.x.device
     grid = (-(-n // (TILE * tiles_of(n, made, gate))), 1, 1)
-    ordinary, early = (
-        _program(call, "float32" if args.bias is None else dtype_name(args.bias.dtype), made, device, pdl, gate)
-        for pdl in (False, True)
-    )
+    bias_dtype = "float32" if args.bias is None else dtype_name(args.bias.dtype)
+    ordinary, early = (_program(call, bias_dtype, made, device, pdl, gate, ordered, orders) for pdl in (False, True))
     written = Written(device)
     counted = not any(buffers[name].is_inference() for name in ("codes", "scales"))
 
@@ -269,12 +293,15 @@ def _bind(
     return run
 
 
-def _program(call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool, gate: str | None = None) -> Program:
+def _program(
+    call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool, gate: str | None = None, ordered: bool = False,
+    orders: bool = False,
+) -> Program:  # fmt: skip
     from halfbyte.kernels.cuda.decode_gluon_code import decode
 
     return program(
         decode,
-        *parts(call, bias_dtype, made, gate),
+        *parts(call, bias_dtype, made, gate, ordered, orders),
         device=device,
         warps=made.warps,
         pdl=pdl,

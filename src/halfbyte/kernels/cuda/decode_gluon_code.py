@@ -3,6 +3,8 @@
 A warp reads a unit of 16 rows and 64 k as it lies: lane 4 g + q has the four words of rows g and g + 8 in block q of k,
 the two scales, and the 16 activations of that block. So a step of m16n8k16 takes from each lane the same half h of
 words 2 s and 2 s + 1, decoded, and two neighbouring registers of x: k runs in the order u, h, s, then over lanes.
+
+x as ``halfbyte.kernels.cuda.ordered`` has it is what lanes read one after the other.
 """
 
 from __future__ import annotations
@@ -76,21 +78,34 @@ def _weights(
 
 
 @gluon.jit
+def ordered_at(m, k):
+    """Where element (m, k) lies in activations as ``halfbyte.kernels.cuda.ordered`` has them."""
+    unit = k // 64 * 1024 + m // 8 * 512 + k % 16 // 8 * 256
+    return unit + (m % 8 * 32 + k % 64 // 16 * 8 + k % 8)
+
+
+@gluon.jit
 def _activations(
-    at, odd, there, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr, HALF: gl.constexpr
+    at, odd, there, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr, HALF: gl.constexpr, ORDERED: gl.constexpr
 ):  # fmt: skip
     """(W, NB, 16) addresses, of four words of each half block -> (W, 64, NB), as the operand B, k as of ``_weights``.
 
     Rows lie multiples of 128 bytes apart, mostly, so in the same banks; where ``odd``, the second half is read first.
+    Of what is ORDERED it lies 128 words behind the first.
     """
+    SWAPS: gl.constexpr = NB > 8 and not ORDERED
+    if ORDERED:
+        then = at + 128
+    else:
+        then = at + gl.where(odd, -4, 4) if NB > 8 else at + 4
     if there is None:
         one = gl.load(at)
-        two = gl.load(at + gl.where(odd, -4, 4) if NB > 8 else at + 4)
+        two = gl.load(then)
     else:
         one = gl.load(at, mask=there, other=0)
-        two = gl.load(at + gl.where(odd, -4, 4) if NB > 8 else at + 4, mask=there, other=0)
-    low = _pair(gl.where(odd, two, one) if NB > 8 else one, HALF)
-    high = _pair(gl.where(odd, one, two) if NB > 8 else two, HALF)
+        two = gl.load(then, mask=there, other=0)
+    low = _pair(gl.where(odd, two, one) if SWAPS else one, HALF)
+    high = _pair(gl.where(odd, one, two) if SWAPS else two, HALF)
     x = (
         gl.join(low, high).reshape(W, NB, 4, 2, 2, 2, 2).permute(0, 6, 3, 4, 2, 5, 1)
     )  # w m kt s i p h -> w | h s i kt p | m
@@ -178,6 +193,8 @@ def decode(
     FACTOR: gl.constexpr,
     KEEP: gl.constexpr,
     GATE: gl.constexpr,
+    ORDERED: gl.constexpr,
+    ORDERS: gl.constexpr,
 ):
     """Up to NB rows of x times R tiles of 16 rows of the weight.
 
@@ -206,6 +223,8 @@ def decode(
         FACTOR: what products lack beside scale2.
         KEEP: eviction policy of codes and scales.
         GATE: an activation: activation(gate) * up is written, of both rounded; N is a multiple of 32. Or None.
+        ORDERED: x lies in order; NB is 16.
+        ORDERS: out does.
     """
     W: gl.constexpr = gl.num_warps()
     HALF: gl.constexpr = x_ptr.dtype.element_ty
@@ -216,6 +235,7 @@ def decode(
     SCALES: gl.constexpr = _scales_layout(W, R)
     X: gl.constexpr = _x_layout(W, NB)
     UNITS: gl.constexpr = (K + 63) // 64
+    EACH: gl.constexpr = 512 if ORDERED else 32
     STEPS: gl.constexpr = (UNITS + W - 1) // W
     REST: gl.constexpr = STEPS - L * D
 
@@ -236,10 +256,14 @@ def decode(
     xk = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
     odd = (xm % 2 != 0) & (xk < 16) & (xw < W)
     unit = xm % S * W + xw
-    x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + gl.minimum(xm // S, M - 1) * (K // 2)
-    x_at = x_at + (unit * 32 + xk // 4 * 8 + xk % 4)
-    if NB > 8:
-        x_at += gl.where(odd, 4, 0)
+    x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    if ORDERED:
+        x_at = x_at + (xw * EACH + xm // 8 * 256 + xm % 8 * 16 + xk)
+    else:
+        x_at = x_at + gl.minimum(xm // S, M - 1) * (K // 2)
+        x_at = x_at + (unit * EACH + xk // 4 * 8 + xk % 4)
+        if NB > 8:
+            x_at += gl.where(odd, 4, 0)
 
     codes = ()
     scales = ()
@@ -269,13 +293,13 @@ def decode(
         for j in gl.static_range(D):
             next_codes = next_codes + (gl.load(codes_at + (j + D) * W * 128, eviction_policy=KEEP),)
             next_scales = next_scales + (gl.load(scales_at + (j + D) * W * 32, eviction_policy=KEEP),)
-            x = _activations(x_at + j * W * 32, odd, None, W, NB, B, HALF)
+            x = _activations(x_at + j * W * EACH, odd, None, W, NB, B, HALF, ORDERED)
             acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), x, acc)
         codes = next_codes
         scales = next_scales
         codes_at += D * W * 128
         scales_at += D * W * 32
-        x_at += D * W * 32
+        x_at += D * W * EACH
     if S > 1 and PER_ROW:  # which takes the registers of loads where there are more
         row = gl.arange(0, R * 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
         n = (tile + _stripe(row // 16, T, STRIPES)) * 16 + row % 16
@@ -293,7 +317,7 @@ def decode(
                 )
         if (L * D + j) % S == 0:
             there = None if (L * D + j + S) * W * 64 <= K else ((L * D + j) * W + unit) * 64 + xk // 4 * 16 < K
-            x = _activations(x_at + j * W * 32, odd, there, W, NB, B, HALF)
+            x = _activations(x_at + j * W * EACH, odd, there, W, NB, B, HALF, ORDERED)
         w = _weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE)
         acc = mma_v2(w, x, acc)
         if S > 1 and j + 1 < STEPS:
@@ -324,8 +348,12 @@ def decode(
     OUT: gl.constexpr = total.type.layout
     n = tile * 16 + gl.arange(0, T * 16, layout=gl.SliceLayout(1, OUT))
     m = gl.arange(0, NB // S, layout=gl.SliceLayout(0, OUT))
+    if ORDERS:
+        to = ordered_at(m[None, :], n[:, None])
+    else:
+        to = m.to(gl.int64)[None, :] * N + n[:, None]
     gl.store(
-        out_ptr + (m.to(gl.int64)[None, :] * N + n[:, None]),
+        out_ptr + to,
         total.to(out_ptr.dtype.element_ty),
         mask=(m < M)[None, :] & ((n >= first) & (n < N))[:, None],
     )

@@ -84,13 +84,18 @@ def configure(call: AttendCall) -> Attend:
     return Attend(splits=1 << splits.bit_length() - 1)
 
 
-def add_norm_parts(dtype: str, width: int, residual: bool, capability: int) -> tuple[Any, Any, int]:
-    """Signature, constants and warps; capability 0 for Triton's interpreter."""
+def add_norm_parts(
+    dtype: str, width: int, residual: bool, capability: int, orders: bool = False
+) -> tuple[Any, Any, int]:
+    """Signature, constants and warps; capability 0 for Triton's interpreter.
+
+    If it ``orders``, ``normed`` is as ``halfbyte.kernels.cuda.ordered`` has it.
+    """
     of = _type(dtype, capability)
     block = max(256, 1 << max(0, width - 1).bit_length())
     names = ("x", "residual", "weight", "normed", "total")
     signature = {**dict.fromkeys(names, of), "H": _int(width), "eps": "fp32"}
-    constants = {"BLOCK": block, "RESIDUAL": residual, **_flags(dtype, capability)}
+    constants = {"BLOCK": block, "RESIDUAL": residual, **_flags(dtype, capability), "ORDERS": orders}
     return signature, constants, max(1, min(16, block // 256))
 
 
@@ -129,7 +134,7 @@ def attend_parts(call: AttendCall, made: Attend, capability: int, settled: bool 
     return signature, constants, made.warps
 
 
-def add_up_parts(call: AttendCall, shares: int, capability: int) -> tuple[Any, Any, int]:
+def add_up_parts(call: AttendCall, shares: int, capability: int, orders: bool = False) -> tuple[Any, Any, int]:
     """As ``add_norm_parts``."""
     signature = {"sums": "*fp32:16", "tops": "*fp32:16", "out": _type(call.dtype, capability)}
     constants = {
@@ -138,6 +143,7 @@ def add_up_parts(call: AttendCall, shares: int, capability: int) -> tuple[Any, A
         "S": shares,
         "SP": 1 << (shares - 1).bit_length(),
         **_flags(call.dtype, capability),
+        "ORDERS": call.heads if orders else 0,
     }
     return signature, constants, ADD_WARPS if shares <= MOST_SPLITS else 2 * ADD_WARPS
 
@@ -169,12 +175,12 @@ def _flags(dtype: str, capability: int) -> dict[str, bool]:
     return {"BITS": dtype == "bfloat16" and not capability, "EARLY": capability >= HOPPER}
 
 
-def bind_add_norm(args: AddNormArgs, early: bool = True) -> Callable[..., None]:
-    """What writes ``normed`` and ``total``."""
+def bind_add_norm(args: AddNormArgs, early: bool = True, orders: bool = False) -> Callable[..., None]:
+    """What writes ``normed``, which it ``orders``, and ``total``."""
     from halfbyte.kernels.cuda.step_code import add_norm
 
     call = args.call()
-    made = add_norm_parts(call.dtype, call.width, call.residual, call.capability)
+    made = add_norm_parts(call.dtype, call.width, call.residual, call.capability, orders)
     run = compiled(add_norm, *made, device=args.x.device, early=early)
     grid, width, plain = (call.rows, 1, 1), call.width, bool(run.plainly)
 
@@ -213,14 +219,15 @@ def bind_attend(args: AttendArgs, made: Attend | None = None, early: bool = True
 
 
 def in_shares(
-    call: AttendCall, run: Program, grid: tuple[int, int, int], shares: int, device: Any, early: bool = True
-) -> Callable[..., None]:
+    call: AttendCall, run: Program, grid: tuple[int, int, int], shares: int, device: Any, early: bool = True,
+    orders: bool = False,
+) -> Callable[..., None]:  # fmt: skip
     """What runs a kernel, and adds up what it found for each head of a sequence in so many shares."""
     from halfbyte.kernels.cuda.step_code import add_up
 
     then = None
     if shares > 1:
-        then = compiled(add_up, *add_up_parts(call, shares, call.capability), device=device, early=early)
+        then = compiled(add_up, *add_up_parts(call, shares, call.capability, orders), device=device, early=early)
     plain, room = bool(run.plainly), call.room
     found, rows = shares * call.rows * call.heads, (call.rows * call.heads, 1, 1)
     first, nbytes = found * call.dim, 4 * found * (call.dim + 2)
