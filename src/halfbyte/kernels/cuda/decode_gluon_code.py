@@ -97,15 +97,15 @@ def _activations(
     if ORDERED:
         then = at + 128
     else:
-        then = at + gl.where(odd, -4, 4) if NB > 8 else at + 4
+        then = at + (4 - odd * 8) if NB > 8 else at + 4
     if there is None:
         one = gl.load(at)
         two = gl.load(then)
     else:
         one = gl.load(at, mask=there, other=0)
         two = gl.load(then, mask=there, other=0)
-    low = _pair(gl.where(odd, two, one) if SWAPS else one, HALF)
-    high = _pair(gl.where(odd, one, two) if SWAPS else two, HALF)
+    low = _pair(gl.where(odd != 0, two, one) if SWAPS else one, HALF)
+    high = _pair(gl.where(odd != 0, one, two) if SWAPS else two, HALF)
     x = (
         gl.join(low, high).reshape(W, NB, 4, 2, 2, 2, 2).permute(0, 6, 3, 4, 2, 5, 1)
     )  # w m kt s i p h -> w | h s i kt p | m
@@ -254,7 +254,7 @@ def decode(
     xw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None, None]
     xm = gl.arange(0, NB, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
     xk = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
-    odd = (xm % 2 != 0) & (xk < 16) & (xw < W)
+    odd = xm % 2
     unit = xm % S * W + xw
     x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     if ORDERED:
@@ -263,7 +263,7 @@ def decode(
         x_at = x_at + gl.minimum(xm // S, M - 1) * (K // 2)
         x_at = x_at + (unit * EACH + xk // 4 * 8 + xk % 4)
         if NB > 8:
-            x_at += gl.where(odd, 4, 0)
+            x_at += odd * 4
 
     codes = ()
     scales = ()
