@@ -81,6 +81,7 @@ class Decode:
             others to L2.
         unroll: units of a warp, of all its tiles, at most, that are not a loop.
         registers: of a thread, at most; None leaves it to the compiler.
+        fenced: of units that are not a loop so many are on their way; else the assembler may put off their loads.
     """
 
     warps: int = 4
@@ -89,6 +90,7 @@ class Decode:
     prefetch: int = 0
     unroll: int = 32
     registers: int | None = None
+    fenced: bool = False
 
 
 FEW: Final = Decode()
@@ -170,6 +172,7 @@ def constants(
         "GATE": gate,
         "ORDERED": ordered,
         "ORDERS": orders,
+        "FENCED": made.fenced,
     }
 
 
@@ -183,7 +186,7 @@ def parts(
         bias_dtype: of the bias.
         made: the configuration.
         gate: an activation, or None.
-        ordered: x lies in order (``halfbyte.kernels.cuda.ordered``); of more than 8 tokens.
+        ordered: x lies in order (``halfbyte.kernels.cuda.ordered``); of 5 to 16 tokens.
         orders: the result does.
     """
     n, k = call.shape
@@ -247,7 +250,7 @@ def bind(
 ) -> Callable[[Array, Array | None, Array], None]:
     """What is left of a launch for calls like these; ``made`` instead of the configuration chosen.
 
-    If ``ordered``, what it takes for x is as ``halfbyte.kernels.cuda.ordered`` has it; of 9 to 16 tokens.
+    If ``ordered``, what it takes for x is as ``halfbyte.kernels.cuda.ordered`` has it; of 5 to 16 tokens.
     """
     call = args.call()
     return _bind(args, call, configure(call) if made is None else made, ordered=ordered)

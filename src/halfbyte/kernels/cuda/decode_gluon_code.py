@@ -195,6 +195,7 @@ def decode(
     GATE: gl.constexpr,
     ORDERED: gl.constexpr,
     ORDERS: gl.constexpr,
+    FENCED: gl.constexpr,
 ):
     """Up to NB rows of x times R tiles of 16 rows of the weight.
 
@@ -223,8 +224,9 @@ def decode(
         FACTOR: what products lack beside scale2.
         KEEP: eviction policy of codes and scales.
         GATE: an activation: activation(gate) * up is written, of both rounded; N is a multiple of 32. Or None.
-        ORDERED: x lies in order; NB is 16.
+        ORDERED: x lies in order; S is 1.
         ORDERS: out does.
+        FENCED: loads of a step stay ahead of what it multiplies.
     """
     W: gl.constexpr = gl.num_warps()
     HALF: gl.constexpr = x_ptr.dtype.element_ty
@@ -318,6 +320,10 @@ def decode(
         if (L * D + j) % S == 0:
             there = None if (L * D + j + S) * W * 64 <= K else ((L * D + j) * W + unit) * 64 + xk // 4 * 16 < K
             x = _activations(x_at + j * W * EACH, odd, there, W, NB, B, HALF, ORDERED)
+        if FENCED:  # the assembler moves no load past it; it becomes a NOP
+            gl.inline_asm_elementwise(
+                "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+            )
         w = _weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE)
         acc = mma_v2(w, x, acc)
         if S > 1 and j + 1 < STEPS:

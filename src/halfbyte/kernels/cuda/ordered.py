@@ -1,9 +1,9 @@
-"""Activations of 9 to 16 tokens in the order in which the lanes of ``decode_gluon`` need them.
+"""Activations of 5 to 16 tokens in the order in which the lanes of ``decode_gluon`` need them.
 
 Its x is otherwise (M, K): a lane reads four pieces of 16 bytes of a unit of 64 k, each from another row, and lines of
 all rows go through the cache. In order, of a unit first come k with bit 3 clear of the first 8 rows, then those with it
 set, then both of the other rows; and of each of these four lane 4 g + q reads the piece of row g and block q as the one
-behind that of lane 4 g + q - 1. There are always 16 rows; what lies in those from M on is never used.
+behind that of lane 4 g + q - 1. There is always room for 16 rows; what lies in those from M on is never used.
 """
 
 from __future__ import annotations
