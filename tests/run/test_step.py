@@ -354,6 +354,8 @@ def test_machine_code(capability):
     code = code_of("add_norm", step.add_norm_parts("bfloat16", 4096, True, capability), capability)
     assert code.opcodes["LDG.E.128"] == 3
     assert code.registers <= 48
+    code = code_of("add_norm", step.add_norm_parts("bfloat16", 4096, True, capability, orders=True), capability)
+    assert code.opcodes["STG.E.128"] == 2
     code_of("add_norm", step.add_norm_parts("float32", 16384, True, capability), capability)
     code = code_of("gate", step.gate_parts("bfloat16", 14336, "silu", capability), capability)
     assert code.opcodes["LDG.E.128"] == 2

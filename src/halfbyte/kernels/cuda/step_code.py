@@ -101,9 +101,14 @@ def add_norm(
         tl.store(total + at, _narrow(v, x.dtype.element_ty, BITS), mask=inside)
     mean = tl.sum(v * v, 0) / H
     v = _rounded(v * tl.rsqrt(mean + eps), x.dtype.element_ty, BITS)
+    y = _narrow(v * w, x.dtype.element_ty, BITS)
     if ORDERS:
-        at = _ordered_at(tl.program_id(0), column)
-    tl.store(normed + at, _narrow(v * w, x.dtype.element_ty, BITS), mask=inside)
+        first = tl.arange(0, BLOCK // 8) * 8
+        column = first[:, None] + tl.arange(0, 8)[None, :]
+        to = _ordered_at(tl.program_id(0), first)[:, None] + tl.arange(0, 8)[None, :]
+        tl.store(normed + to, tl.reshape(y, (BLOCK // 8, 8)), mask=column < H)
+    else:
+        tl.store(normed + at, y, mask=inside)
 
 
 @triton.jit
