@@ -170,9 +170,10 @@ CHAINS = {
         "fp8": {"base"},
         "w4a4": {"base"},
         "embedding": {"base"},
-        "step": {"base"},
+        "in_order": {"base"},
+        "step": {"base", "in_order"},
         "step_torch": {"base", "step"},
-        "gated": {"base", "step"},
+        "gated": {"base", "in_order", "step"},
         "experts": {"base", "step"},
         "grouped": {"base"},
         "experts_torch": {"base", "experts", "fp8", "grouped", "step_torch", "w4a4", "cuda.shared"},
@@ -351,7 +352,6 @@ NO_KERNELS = (
     "lists",
     "lists_code",
     "experts",
-    "ordered",
 )
 TABLES = {"layouts": "LAYOUTS", "recipes": "RECIPES", "dialects": "DIALECTS", "kernels": "KERNELS"}
 

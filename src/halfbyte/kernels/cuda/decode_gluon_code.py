@@ -4,7 +4,7 @@ A warp reads a unit of 16 rows and 64 k as it lies: lane 4 g + q has the four wo
 the two scales, and the 16 activations of that block. So a step of m16n8k16 takes from each lane the same half h of
 words 2 s and 2 s + 1, decoded, and two neighbouring registers of x: k runs in the order u, h, s, then over lanes.
 
-x as ``halfbyte.kernels.cuda.ordered`` has it is what lanes read one after the other.
+x as ``halfbyte.kernels.in_order`` has it is what lanes read one after the other.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _weights(
 
 @gluon.jit
 def ordered_at(m, k):
-    """Where element (m, k) lies in activations as ``halfbyte.kernels.cuda.ordered`` has them."""
+    """Where element (m, k) lies in activations as ``halfbyte.kernels.in_order`` has them."""
     unit = k // 64 * 1024 + m // 8 * 512 + k % 16 // 8 * 256
     return unit + (m % 8 * 32 + k % 64 // 16 * 8 + k % 8)
 
@@ -110,6 +110,17 @@ def _activations(
         gl.join(low, high).reshape(W, NB, 4, 2, 2, 2, 2).permute(0, 6, 3, 4, 2, 5, 1)
     )  # w m kt s i p h -> w | h s i kt p | m
     return gl.convert_layout(x.reshape(W, 64, NB), B, assert_trivial=True)
+
+
+@gluon.jit
+def _x(
+    at, unit, xk, odd, j: gl.constexpr, FIRST: gl.constexpr, K: gl.constexpr, S: gl.constexpr, W: gl.constexpr,
+    NB: gl.constexpr, B: gl.constexpr, HALF: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Those of step ``j`` behind FIRST, and of the next S - 1; 0 beyond K."""
+    STEP: gl.constexpr = FIRST + j
+    there = None if (STEP + S) * W * 64 <= K else (STEP * W + unit) * 64 + xk // 4 * 16 < K
+    return _activations(at + j * W * (512 if ORDERED else 32), odd, there, W, NB, B, HALF, ORDERED)
 
 
 @gluon.jit
@@ -194,8 +205,6 @@ def decode(
     KEEP: gl.constexpr,
     GATE: gl.constexpr,
     ORDERED: gl.constexpr,
-    ORDERS: gl.constexpr,
-    FENCED: gl.constexpr,
 ):
     """Up to NB rows of x times R tiles of 16 rows of the weight.
 
@@ -224,9 +233,8 @@ def decode(
         FACTOR: what products lack beside scale2.
         KEEP: eviction policy of codes and scales.
         GATE: an activation: activation(gate) * up is written, of both rounded; N is a multiple of 32. Or None.
-        ORDERED: x lies in order; S is 1.
-        ORDERS: out does.
-        FENCED: loads of a step stay ahead of what it multiplies.
+        ORDERED: x lies in order, and with a GATE out, too; S is 1. Of what is not a loop, x of a unit is on its way
+            while the one before is multiplied, and the assembler does not put off the loads of D units.
     """
     W: gl.constexpr = gl.num_warps()
     HALF: gl.constexpr = x_ptr.dtype.element_ty
@@ -306,6 +314,8 @@ def decode(
         row = gl.arange(0, R * 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
         n = (tile + _stripe(row // 16, T, STRIPES)) * 16 + row % 16
         scale2 = gl.load(scale2_ptr + n, mask=n < N, other=0.0)
+    if ORDERED:
+        next_x = _x(x_at, unit, xk, odd, 0, L * D, K, S, W, NB, B, HALF, ORDERED)
     for j in gl.static_range(REST):
         if j + D < REST:
             if (L * D + j + D + 1) * W <= UNITS:
@@ -317,13 +327,16 @@ def decode(
                 scales = scales + (
                     gl.load(scales_at + (j + D) * W * 32, mask=sw < left, other=0, eviction_policy=KEEP),
                 )
-        if (L * D + j) % S == 0:
-            there = None if (L * D + j + S) * W * 64 <= K else ((L * D + j) * W + unit) * 64 + xk // 4 * 16 < K
-            x = _activations(x_at + j * W * EACH, odd, there, W, NB, B, HALF, ORDERED)
-        if FENCED:  # the assembler moves no load past it; it becomes a NOP
+        if ORDERED:
+            x = next_x
+            if j + 1 < REST:
+                next_x = _x(x_at, unit, xk, odd, j + 1, L * D, K, S, W, NB, B, HALF, ORDERED)
+            # no load moves past it; it becomes a NOP
             gl.inline_asm_elementwise(
                 "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
             )
+        elif (L * D + j) % S == 0:
+            x = _x(x_at, unit, xk, odd, j, L * D, K, S, W, NB, B, HALF, ORDERED)
         w = _weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE)
         acc = mma_v2(w, x, acc)
         if S > 1 and j + 1 < STEPS:
@@ -354,7 +367,7 @@ def decode(
     OUT: gl.constexpr = total.type.layout
     n = tile * 16 + gl.arange(0, T * 16, layout=gl.SliceLayout(1, OUT))
     m = gl.arange(0, NB // S, layout=gl.SliceLayout(0, OUT))
-    if ORDERS:
+    if ORDERED and GATE is not None:
         to = ordered_at(m[None, :], n[:, None])
     else:
         to = m.to(gl.int64)[None, :] * N + n[:, None]

@@ -49,7 +49,7 @@ def _ask(at):
 
 @triton.jit
 def _ordered_at(m, k):
-    """Where element (m, k) lies in activations as ``halfbyte.kernels.cuda.ordered`` has them."""
+    """Where element (m, k) lies in activations as ``halfbyte.kernels.in_order`` has them."""
     unit = k // 64 * 1024 + m // 8 * 512 + k % 16 // 8 * 256
     return unit + (m % 8 * 32 + k % 64 // 16 * 8 + k % 8)
 
