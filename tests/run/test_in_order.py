@@ -6,15 +6,22 @@ from dataclasses import replace
 import pytest
 import torch
 
+import halfbyte as hb
+import halfbyte.kernels
 from cuda_code import Program, count
+from decoder_models import swap, tiny
 from gluon_cases import DTYPES, arguments, on_gpu
 from gpu_codecs import needs_triton
+from halfbyte import step_ops
+from halfbyte.decoder.families import Decoder
+from halfbyte.decoder.loop import generate
+from halfbyte.decoder.step import State, logits_of
 from halfbyte.errors import UsageError
-from halfbyte.kernels import GatedArgs, InOrderArgs, select
+from halfbyte.kernels import AddNormArgs, AttendArgs, GatedArgs, InOrderArgs, Kernel, select, step_torch
 from halfbyte.kernels.base import Call
 from halfbyte.kernels.cuda import decode_gluon
 from halfbyte.kernels.cuda.decode_gluon import Decode
-from halfbyte.kernels.in_order import InOrderCall, in_order_cost, in_rows, length, ordered
+from halfbyte.kernels.in_order import ROWS, InOrderCall, in_order_cost, in_rows, length, ordered
 from halfbyte.layouts import Fragments
 from helpers_run import call_like
 
@@ -144,6 +151,88 @@ def test_units_stay_on_their_way(made):
     assert min(i // 4 - begun(load) for i, load in enumerate(of_x)) >= 0
 
 
+@pytest.fixture
+def writes(monkeypatch):
+    """Kernels for a CPU that take and give what lies in order, NaN where nothing may be used; the ops that ran."""
+    ran = []
+
+    def given(a, m):
+        """An order without what may not be used."""
+        a.copy_(torch.where(ordered(torch.ones_like(in_rows(a, m, a.numel() // ROWS))) == 0, torch.nan, a))
+
+    def add_norm(args):
+        rows = step_torch.ADD_NORM.bind(replace(args, normed=torch.empty_like(args.x)))
+
+        def run(x, residual, weight, eps, normed, total):
+            rows(x, residual, weight, eps, y := torch.empty_like(x), total)
+            normed.copy_(ordered(y))
+            given(normed, len(x))
+            ran.append("add_norm")
+
+        return run
+
+    def attend(args):
+        b, width = len(args.qkv), args.qkv.shape[1] - 2 * args.keys.shape[1] * args.keys.shape[3]
+        rows = step_torch.ATTEND.bind(replace(args, out=args.qkv.new_empty(b, width)))
+
+        def run(*arrays):
+            rows(*arrays[:-1], y := args.qkv.new_empty(b, width))
+            arrays[-1].copy_(ordered(y))
+            given(arrays[-1], b)
+            ran.append("attend")
+
+        return run
+
+    def product(args):
+        def run(x, bias, out):
+            ran.append(args.op)
+            m, k = (len(out) if args.op == "linear_in_order" else args.rows), args.weight.shape[1]
+            y = torch.nn.functional.linear(in_rows(x, m, k).float(), hb.unpack(args.weight).dequantize(), bias)
+            if args.op == "gated":
+                out.copy_(ordered(step_ops.gate(y.to(x.dtype), args.activation)))
+                given(out, m)
+            else:
+                out.copy_(y)
+
+        return run
+
+    made = {AddNormArgs: add_norm, AttendArgs: attend, GatedArgs: product, InOrderArgs: product}
+    kernels = [
+        Kernel(
+            name=f"in-order-{bundle.op}", bundle=bundle, description="", load=lambda call: None, bind=bind,
+            refuse=lambda call: () if getattr(call, "in_order", True) else ("writes no rows",), cost=None,
+        )
+        for bundle, bind in made.items()
+    ]  # fmt: skip
+    monkeypatch.setattr(halfbyte.kernels, "KERNELS", (*kernels, *halfbyte.kernels.KERNELS))
+    monkeypatch.setattr(step_ops, "_known", {})
+    monkeypatch.setattr("halfbyte.decoder.product.takes_in_order", lambda weight, like, activation=None: len(like) >= 9)
+    return ran
+
+
+def stepped(model, batch, steps=3):
+    """The logits of some steps."""
+    decoder = Decoder.of(model)
+    state = State.empty(decoder, batch, 8)
+    found = []
+    for i in range(steps):
+        state.tokens.copy_(torch.arange(batch) * 7 % 13 + i)
+        found.append(logits_of(decoder, state))
+        state.counters[0] += 1
+    return torch.stack(found).double()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
+def test_a_step_in_order_is_one_in_rows(family, writes, monkeypatch):
+    model = swap(tiny(family), fuse=True)
+    order, ran = stepped(model, 9), len(writes)
+    assert ran == 3 * 3 * 7  # steps, layers; two norms, attention, and the products of qkv, o, gate and up, down
+    monkeypatch.setattr("halfbyte.decoder.product.takes_in_order", lambda *args: False)
+    rows = stepped(model, 9)
+    assert len(writes) == ran
+    assert (order - rows).norm() < 1e-5 * rows.norm()
+
+
 class TestOnGpu:
     pytestmark = on_gpu
 
@@ -175,3 +264,23 @@ class TestOnGpu:
         decode_gluon.bind_gated(order)(order.x, None, order.out)
         assert torch.equal(in_rows(order.out, rows, n // 2), out)
         assert order.out.isnan().sum() == order.out.numel() - out.numel()
+
+    @pytest.mark.parametrize(("family", "fields"), [("llama", {"head_dim": 64}), ("qwen3", {}), ("qwen2", {})])
+    @pytest.mark.parametrize("batch", [9, 12, 16])
+    def test_a_step(self, family, fields, batch, monkeypatch):
+        """Heads of 64 leave attention in order; narrower ones do not."""
+        sizes = {"hidden_size": 128, "intermediate_size": 208}
+        model = swap(tiny(family, dtype=torch.bfloat16, **sizes, **fields), fuse=True, layout="fragments").cuda()
+        calls = []
+        real = step_ops.linear_in_order
+        monkeypatch.setattr("halfbyte.decoder.product.linear_in_order", lambda *a: calls.append(0) or real(*a))
+        order = stepped(model, batch)
+        assert len(calls) == 3 * 3 * (3 if "head_dim" in fields else 2)
+        monkeypatch.setattr("halfbyte.decoder.product.takes_in_order", lambda *args: False)
+        rows = stepped(model, batch)
+        assert len(calls) == 3 * 3 * (3 if "head_dim" in fields else 2)
+        assert (order - rows).norm() < 2e-2 * rows.norm()
+        prompts = [[1 + i, 2, 3] for i in range(batch)]
+        monkeypatch.undo()
+        eager, held = (generate(model, prompts, max_new_tokens=5, graph=graph) for graph in (False, True))
+        assert eager.tokens == held.tokens
