@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear as dense_linear
 
 from halfbyte import nn, ops
+from halfbyte.kernels.cuda.dense import MOST_ROWS
 from halfbyte.layouts import Packed
 from halfbyte.route_op import route
 from halfbyte.step_ops import dense
@@ -94,7 +95,7 @@ def _group(modules: Sequence[Any]) -> nn.Group | None:
 def _dense(weight: Tensor, bias: Tensor | None) -> Product:
     if weight.device.type == "cpu":
         return Product(lambda x: dense(x, weight, bias))
-    return Product(lambda x: dense_linear(x, weight, bias))
+    return Product(lambda x: (dense if len(x) <= MOST_ROWS else dense_linear)(x, weight, bias))
 
 
 def join(modules: list[Any]) -> None:

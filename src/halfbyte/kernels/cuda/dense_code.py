@@ -1,0 +1,233 @@
+"""Device code of ``halfbyte.kernels.cuda.dense``, in plain Triton.
+
+In Triton's interpreter everything is widened before it is multiplied (``UP``), and bfloat16 comes as the integers of
+its bits (``BITS``).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.cuda.step_code import _narrow, _wide
+
+
+@triton.jit
+def _read(at, there, TAIL: tl.constexpr):
+    """Values of the weight: once."""
+    if TAIL:
+        return tl.load(at, mask=there, other=0, eviction_policy="evict_first")
+    return tl.load(at, eviction_policy="evict_first")
+
+
+@triton.jit
+def _multiplied(
+    sums, held, at, there, K, ROWS: tl.constexpr, TAIL: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """The sums (R, WIDTH) of each token, and what a step adds to them.
+
+    Args:
+        sums: f32, a tuple.
+        held: (R, WIDTH), of the weight.
+        at: (1, WIDTH) addresses of the first token's.
+        there: (1, WIDTH), whether they are within K.
+        K: from a token to the next.
+        ROWS: tokens.
+        TAIL: whether some are not there.
+        BITS: as of ``few``.
+    """
+    w = _wide(held, BITS)
+    new = ()
+    for m in tl.static_range(ROWS):
+        if TAIL:
+            x = tl.load(at + m * K, mask=there, other=0)
+        else:
+            x = tl.load(at + m * K)
+        new = new + (tl.fma(w, tl.broadcast_to(_wide(x, BITS), w.shape), sums[m]),)
+    return new
+
+
+@triton.jit
+def few(
+    x, weight, bias, out, N, K,
+    ROWS: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, BIAS: tl.constexpr,
+    BITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """R columns of ``out``, by multiply-add: each value of WIDTH neighbouring ones has its own sum.
+
+    Args:
+        x: (ROWS, K).
+        weight: (N, K).
+        bias: (N,), if BIAS.
+        out: (ROWS, N).
+        N: rows of the weight.
+        K: a multiple of 16.
+        ROWS: tokens.
+        R: rows of the weight of a program.
+        WIDTH: k of a step.
+        D: steps whose weights are on their way.
+        TAIL: whether K is no multiple of WIDTH D.
+        BIAS: whether there is a bias.
+        BITS: whether bfloat16 comes as integers.
+        EARLY: it starts before the kernel ahead of it ends, and so may the one behind.
+    """
+    n = tl.program_id(0) * R + tl.arange(0, R)
+    k = tl.arange(0, WIDTH)[None, :]
+    at = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k
+    held = ()
+    for d in tl.static_range(D):
+        held = held + (_read(at + d * WIDTH, k + d * WIDTH < K, TAIL),)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    sums = ()
+    for _ in tl.static_range(ROWS):
+        sums = sums + (tl.zeros([R, WIDTH], tl.float32),)
+    here = x + k
+    rounds = tl.cdiv(K, WIDTH * D) - 1
+    for i in tl.range(0, rounds, num_stages=1):
+        for d in tl.static_range(D):
+            step = (i * D + d) * WIDTH
+            ahead = step + D * WIDTH
+            new = _read(at + ahead, k + ahead < K, TAIL)
+            sums = _multiplied(sums, held[0], here + step, k + step < K, K, ROWS, TAIL, BITS)
+            held = held[1:] + (new,)
+    for d in tl.static_range(D):
+        step = (rounds * D + d) * WIDTH
+        sums = _multiplied(sums, held[d], here + step, k + step < K, K, ROWS, TAIL, BITS)
+    for m in tl.static_range(ROWS):
+        y = tl.sum(sums[m], 1)
+        if BIAS:
+            y += _wide(tl.load(bias + n, mask=n < N, other=0), BITS)
+        tl.store(out + m * N + n, _narrow(y, out.dtype.element_ty, BITS), mask=n < N)
+
+
+@triton.jit
+def _fetch(at, k, K, R: tl.constexpr, TAIL: tl.constexpr):
+    """What a step reads of R stripes: (32 W, 8) of both halves of 32 k, of each 8 rows."""
+    held = ()
+    for i in tl.static_range(2 * R):
+        held = held + (_read(at[i] + k, k < K, TAIL), _read(at[i] + (k + 32), k + 32 < K, TAIL))
+    return held
+
+
+@triton.jit
+def _weights(upper, lower, W: tl.constexpr, WIDE: tl.constexpr, UP: tl.constexpr, BITS: tl.constexpr):
+    """(32 W, 8) of eight rows and of the next eight -> (W, 16, 32), k in the order of ``_tokens``."""
+    w = tl.join(upper, lower)
+    if UP:
+        w = _wide(w, BITS)
+    w = tl.reshape(w, [W, 8, 4, 2, 2, 2, 2])  # W g q s i p rh
+    if WIDE:
+        w = tl.permute(w, (0, 6, 1, 4, 2, 3, 5))  # W rh g | i q s p
+    else:
+        w = tl.permute(w, (0, 6, 1, 3, 4, 2, 5))  # W rh g | s i q p
+    return tl.reshape(w, [W, 16, 32])
+
+
+@triton.jit
+def _tokens(
+    at, there, W: tl.constexpr, B: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, UP: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """(32 B W, 8) addresses of activations -> (W, 32, 8 B)."""
+    if TAIL:
+        x = tl.load(at, mask=there, other=0)
+    else:
+        x = tl.load(at)
+    if UP:
+        x = _wide(x, BITS)
+    x = tl.reshape(x, [B, W, 8, 4, 2, 2, 2])  # B W m q s i p
+    if WIDE:
+        x = tl.permute(x, (1, 5, 3, 4, 6, 0, 2))
+    else:
+        x = tl.permute(x, (1, 4, 5, 3, 6, 0, 2))
+    return tl.reshape(x, [W, 32, 8 * B])
+
+
+@triton.jit
+def _added(
+    sums, held, at, k, K,
+    W: tl.constexpr, R: tl.constexpr, B: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, UP: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """The sums of each stripe, (W, 16, 8 B), and what a step adds to them."""
+    x0 = _tokens(at, k < K, W, B, WIDE, TAIL, UP, BITS)
+    x1 = _tokens(at + 32, k + 32 < K, W, B, WIDE, TAIL, UP, BITS)
+    new = ()
+    for r in tl.static_range(R):
+        total = tl.dot(_weights(held[4 * r], held[4 * r + 2], W, WIDE, UP, BITS), x0, sums[r])
+        new = new + (tl.dot(_weights(held[4 * r + 1], held[4 * r + 3], W, WIDE, UP, BITS), x1, total),)
+    return new
+
+
+@triton.jit(do_not_specialize=["M"])
+def many(
+    x, weight, bias, out, M, N, K,
+    W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, B: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
+    BIAS: tl.constexpr, UP: tl.constexpr, BITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """16 R columns of ``out``, by matrix instructions on registers as they were loaded.
+
+    A warp takes every W-th 64 k. Of each 32 of those lane 4 g + q has 8 from 8 q on, of rows g and g + 8 of a stripe and
+    of tokens g and g + 8: the order of k in a product is s, i, q, p or i, q, s, p, where those 8 are s, i, p.
+
+    Args:
+        x: (M, K) bfloat16 or float16.
+        weight: (N, K).
+        bias: (N,), if BIAS.
+        out: (M, N).
+        M: tokens, 1 to 8 B.
+        N: rows of the weight.
+        K: a multiple of 16.
+        W: warps, among which k is split.
+        R: stripes of 16 rows of a program.
+        D: steps whose weights are on their way.
+        B: tokens, in eights.
+        WIDE: whether the compiler gives the lanes of an operand four values of k together, not two.
+        TAIL: whether K is no multiple of 64 W D.
+        BIAS: whether there is a bias.
+        UP: whether all is widened.
+        BITS: whether bfloat16 comes as integers.
+        EARLY: it starts before the kernel ahead of it ends, and so may the one behind.
+    """
+    first = tl.program_id(0) * (16 * R)
+    lane = tl.arange(0, 32 * W)[:, None]
+    k = lane // 32 * 64 + lane % 4 * 8
+    piece = tl.arange(0, 8)[None, :]
+    at = ()
+    for i in tl.static_range(2 * R):
+        row = tl.minimum(first + 8 * i + lane % 32 // 4, N - 1)
+        at = at + (weight + row.to(tl.int64) * K + piece,)
+    held = ()
+    for d in tl.static_range(D):
+        held = held + (_fetch(at, k + d * (64 * W), K, R, TAIL),)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    sums = ()
+    for _ in tl.static_range(R):
+        sums = sums + (tl.zeros([W, 16, 8 * B], tl.float32),)
+    each = tl.arange(0, 32 * B * W)[:, None]
+    kx = each // 32 % W * 64 + each % 4 * 8
+    token = each % 32 // 4 + each // (32 * W) * 8
+    here = x + tl.minimum(token, M - 1) * K + (kx + piece)
+    rounds = tl.cdiv(K, 64 * W * D) - 1
+    for i in tl.range(0, rounds, num_stages=1):
+        for d in tl.static_range(D):
+            step = (i * D + d) * (64 * W)
+            new = _fetch(at, k + (step + 64 * W * D), K, R, TAIL)
+            sums = _added(sums, held[0], here + step, kx + step, K, W, R, B, WIDE, TAIL, UP, BITS)
+            held = held[1:] + (new,)
+    for d in tl.static_range(D):
+        step = (rounds * D + d) * (64 * W)
+        sums = _added(sums, held[d], here + step, kx + step, K, W, R, B, WIDE, TAIL, UP, BITS)
+    m = tl.arange(0, 8 * B)[None, :]
+    for r in tl.static_range(R):
+        n = first + 16 * r + tl.arange(0, 16)
+        y = tl.sum(sums[r], axis=0)
+        if BIAS:
+            y += _wide(tl.load(bias + n, mask=n < N, other=0), BITS)[:, None]
+        to = out + m.to(tl.int64) * N + n[:, None]
+        tl.store(to, _narrow(y, out.dtype.element_ty, BITS), mask=(m < M) & (n < N)[:, None])
