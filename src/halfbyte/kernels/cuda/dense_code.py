@@ -170,8 +170,8 @@ def many(
 ):  # fmt: skip
     """16 R columns of ``out``, by matrix instructions on registers as they were loaded.
 
-    A warp takes every W-th 64 k. Of each 32 of those lane 4 g + q has 8 from 8 q on, of rows g and g + 8 of a stripe and
-    of tokens g and g + 8: the order of k in a product is s, i, q, p or i, q, s, p, where those 8 are s, i, p.
+    A warp takes every W-th 64 k. Of each 32 of those lane 4 g + q has 8 from 8 q on, s, i, p, of rows g and g + 8 of a
+    stripe and of tokens g and g + 8: the order of k in a product is s, i, q, p or i, q, s, p.
 
     Args:
         x: (M, K) bfloat16 or float16.
