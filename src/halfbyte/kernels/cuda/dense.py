@@ -1,11 +1,11 @@
 """``dense`` on an NVIDIA GPU for up to 16 tokens, in plain Triton: the weight is read once, as it lies.
 
-There are two ways. ``Few`` multiplies and adds: each of ``width`` neighbouring k has a sum of its own, and those are
-added in a tree. With u for one rounding, 2^-24, that is off by
+There are two ways. ``Few`` multiplies and adds: of a row a lane takes 16 bytes in each step, 256 k of 16-bit values by
+a warp, and has a sum for each of its values; those are added one after the other, up to 8, and the lanes' in a tree:
 
 ::
 
-    |error| <= (ceil(K / width) + log2(width)) * u * sum|x * w|
+    |error| <= (ceil(K / width) + 7 + 5) * 2^-24 * sum|x * w|       width = 512 bytes of k
 
 ``Many`` multiplies by matrix instructions, m16n8k16, on bfloat16 and float16: a product is exact, and sums are in f32,
 which the matrix units may round down, so it is off by at most (K + 24) * 2^-23 * sum|x * w|. A bias adds one rounding,
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from weakref import ref
 
+from halfbyte.arrays import float_dtype
 from halfbyte.kernels.base import Kernel
 from halfbyte.kernels.cuda.fragments import wide
 from halfbyte.kernels.cuda.launch import Program, program, why_not
@@ -43,6 +44,8 @@ LEAST: Final = 1024
 """Rows of a weight; with fewer there are too few programs for a GPU."""
 MULTIPLE: Final = 16
 """K is one of it."""
+STEP: Final = 512
+"""Bytes of a row of the weight in a step of ``Few``."""
 UNIT: Final = 64
 """k of a warp in a step of ``Many``."""
 STRIPE: Final = 16
@@ -54,14 +57,12 @@ class Few:
 
     Args:
         warps: of a program.
-        rows: of the weight, of a program.
-        width: k of a step.
+        rows: of the weight, of a warp.
         ahead: steps whose weights are on their way.
     """
 
     warps: int = 4
-    rows: int = 16
-    width: int = 256
+    rows: int = 4
     ahead: int = 2
 
 
@@ -86,7 +87,7 @@ Made = Few | Many
 def configure(call: DenseCall) -> Made:
     """How it runs."""
     if call.dtype == "float32" or call.rows <= BY_FEW:
-        return Few() if call.rows <= 2 else Few(rows=8)
+        return Few() if call.rows <= 2 else Few(rows=2)
     return Many()
 
 
@@ -98,11 +99,20 @@ def parts(call: DenseCall, made: Made, capability: int, early: bool = True) -> t
     signature = {"x": f"{of}:16", "weight": f"{of}:16", "bias": of, "out": f"{of}:16"}
     numbers = {"N": "i32", "K": "i32:16"}
     flags = {"BITS": bits, "EARLY": early and capability >= HOPPER}
-    step = made.width if isinstance(made, Few) else UNIT * made.warps
+    width = STEP // float_dtype(call.dtype).itemsize
+    step = width if isinstance(made, Few) else UNIT * made.warps
     ahead = max(1, min(made.ahead, -(-k // step)))
     tail = k % (step * ahead) != 0
     if isinstance(made, Few):
-        held = {"ROWS": call.rows, "R": made.rows, "WIDTH": made.width, "D": ahead, "TAIL": tail, "BIAS": call.bias}
+        held = {
+            "ROWS": call.rows,
+            "W": made.warps,
+            "R": made.rows,
+            "WIDTH": width,
+            "D": ahead,
+            "TAIL": tail,
+            "BIAS": call.bias,
+        }
         return "few", signature | numbers, held | flags
     held = {"W": made.warps, "R": made.stripes, "D": ahead, "B": 1 if call.rows <= 8 else 2}
     held |= {"WIDE": wide(), "TAIL": tail, "BIAS": call.bias, "UP": not capability}
@@ -111,7 +121,7 @@ def parts(call: DenseCall, made: Made, capability: int, early: bool = True) -> t
 
 def programs(call: DenseCall, made: Made) -> int:
     """So many run."""
-    return -(-call.shape[0] // (made.rows if isinstance(made, Few) else STRIPE * made.stripes))
+    return -(-call.shape[0] // (made.warps * made.rows if isinstance(made, Few) else STRIPE * made.stripes))
 
 
 class _Weights:

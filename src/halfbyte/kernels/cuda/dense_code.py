@@ -22,39 +22,37 @@ def _read(at, there, TAIL: tl.constexpr):
 
 
 @triton.jit
-def _multiplied(
-    sums, held, at, there, K, ROWS: tl.constexpr, TAIL: tl.constexpr, BITS: tl.constexpr
-):  # fmt: skip
-    """The sums (R, WIDTH) of each token, and what a step adds to them.
+def _rows(at, k, K, R: tl.constexpr, TAIL: tl.constexpr):
+    """What a step reads of R rows of each warp, (W, WIDTH) each."""
+    held = ()
+    for r in tl.static_range(R):
+        held = held + (_read(at[r] + k, k < K, TAIL),)
+    return held
 
-    Args:
-        sums: f32, a tuple.
-        held: (R, WIDTH), of the weight.
-        at: (1, WIDTH) addresses of the first token's.
-        there: (1, WIDTH), whether they are within K.
-        K: from a token to the next.
-        ROWS: tokens.
-        TAIL: whether some are not there.
-        BITS: as of ``few``.
-    """
-    w = _wide(held, BITS)
+
+@triton.jit
+def _multiplied(
+    sums, held, at, k, K, ROWS: tl.constexpr, R: tl.constexpr, TAIL: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """The sums (W, WIDTH) of each token and each row, and what a step adds to them."""
     new = ()
     for m in tl.static_range(ROWS):
         if TAIL:
-            x = tl.load(at + m * K, mask=there, other=0)
+            x = _wide(tl.load(at + m * K + k, mask=k < K, other=0), BITS)
         else:
-            x = tl.load(at + m * K)
-        new = new + (tl.fma(w, tl.broadcast_to(_wide(x, BITS), w.shape), sums[m]),)
+            x = _wide(tl.load(at + m * K + k), BITS)
+        for r in tl.static_range(R):
+            new = new + (tl.fma(_wide(held[r], BITS), x, sums[m * R + r]),)
     return new
 
 
 @triton.jit
 def few(
     x, weight, bias, out, N, K,
-    ROWS: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, BIAS: tl.constexpr,
-    BITS: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
+    BIAS: tl.constexpr, BITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """R columns of ``out``, by multiply-add: each value of WIDTH neighbouring ones has its own sum.
+    """R W columns of ``out``, by multiply-add: a lane has 16 bytes of each step of a row, and a sum for each value.
 
     Args:
         x: (ROWS, K).
@@ -64,43 +62,46 @@ def few(
         N: rows of the weight.
         K: a multiple of 16.
         ROWS: tokens.
-        R: rows of the weight of a program.
-        WIDTH: k of a step.
+        W: warps.
+        R: rows of the weight of a warp.
+        WIDTH: k of a step: of 512 bytes.
         D: steps whose weights are on their way.
         TAIL: whether K is no multiple of WIDTH D.
         BIAS: whether there is a bias.
         BITS: whether bfloat16 comes as integers.
         EARLY: it starts before the kernel ahead of it ends, and so may the one behind.
     """
-    n = tl.program_id(0) * R + tl.arange(0, R)
-    k = tl.arange(0, WIDTH)[None, :]
-    at = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k
+    first = tl.program_id(0) * (R * W)
+    warp = tl.arange(0, W)
+    k = tl.arange(0, WIDTH)[None, :] + tl.zeros([W, 1], tl.int32)
+    at = ()
+    for r in tl.static_range(R):
+        at = at + (weight + tl.minimum(first + r * W + warp, N - 1).to(tl.int64)[:, None] * K,)
     held = ()
     for d in tl.static_range(D):
-        held = held + (_read(at + d * WIDTH, k + d * WIDTH < K, TAIL),)
+        held = held + (_rows(at, k + d * WIDTH, K, R, TAIL),)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     sums = ()
-    for _ in tl.static_range(ROWS):
-        sums = sums + (tl.zeros([R, WIDTH], tl.float32),)
-    here = x + k
+    for _ in tl.static_range(ROWS * R):
+        sums = sums + (tl.zeros([W, WIDTH], tl.float32),)
     rounds = tl.cdiv(K, WIDTH * D) - 1
     for i in tl.range(0, rounds, num_stages=1):
         for d in tl.static_range(D):
             step = (i * D + d) * WIDTH
-            ahead = step + D * WIDTH
-            new = _read(at + ahead, k + ahead < K, TAIL)
-            sums = _multiplied(sums, held[0], here + step, k + step < K, K, ROWS, TAIL, BITS)
+            new = _rows(at, k + (step + D * WIDTH), K, R, TAIL)
+            sums = _multiplied(sums, held[0], x, k + step, K, ROWS, R, TAIL, BITS)
             held = held[1:] + (new,)
     for d in tl.static_range(D):
-        step = (rounds * D + d) * WIDTH
-        sums = _multiplied(sums, held[d], here + step, k + step < K, K, ROWS, TAIL, BITS)
-    for m in tl.static_range(ROWS):
-        y = tl.sum(sums[m], 1)
-        if BIAS:
-            y += _wide(tl.load(bias + n, mask=n < N, other=0), BITS)
-        tl.store(out + m * N + n, _narrow(y, out.dtype.element_ty, BITS), mask=n < N)
+        sums = _multiplied(sums, held[d], x, k + (rounds * D + d) * WIDTH, K, ROWS, R, TAIL, BITS)
+    for r in tl.static_range(R):
+        n = first + r * W + warp
+        for m in tl.static_range(ROWS):
+            y = tl.sum(sums[m * R + r], 1)
+            if BIAS:
+                y += _wide(tl.load(bias + n, mask=n < N, other=0), BITS)
+            tl.store(out + m * N + n, _narrow(y, out.dtype.element_ty, BITS), mask=n < N)
 
 
 @triton.jit
