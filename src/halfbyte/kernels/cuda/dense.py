@@ -1,11 +1,12 @@
 """``dense`` on an NVIDIA GPU for up to 16 tokens, in plain Triton: the weight is read once, as it lies.
 
 There are two ways. ``Few`` multiplies and adds: of a row a lane takes 16 bytes in each step, 256 k of 16-bit values by
-a warp, and has a sum for each of its values; those are added one after the other, up to 8, and the lanes' in a tree:
+a warp, and has a sum for each of its values; those are added first, in pairs and then one after the other, and the
+lanes' in a tree:
 
 ::
 
-    |error| <= (ceil(K / width) + 7 + 5) * 2^-24 * sum|x * w|       width = 512 bytes of k
+    |error| <= (ceil(K / width) + 4 + 5) * 2^-24 * sum|x * w|       width = 512 bytes of k
 
 ``Many`` multiplies by matrix instructions, m16n8k16, on bfloat16 and float16: a product is exact, and sums are in f32,
 which the matrix units may round down, so it is off by at most (K + 24) * 2^-23 * sum|x * w|. A bias adds one rounding,
@@ -42,7 +43,7 @@ BY_FEW: Final = 2
 """Tokens up to which it is the default where there are matrix instructions, too."""
 LEAST: Final = 1024
 """Rows of a weight; with fewer there are too few programs for a GPU."""
-MULTIPLE: Final = 16
+MULTIPLE: Final = 32
 """K is one of it."""
 STEP: Final = 512
 """Bytes of a row of the weight in a step of ``Few``."""
@@ -96,23 +97,15 @@ def parts(call: DenseCall, made: Made, capability: int, early: bool = True) -> t
     k = call.shape[1]
     bits = call.dtype == "bfloat16" and not capability
     of = "*i16" if bits else TYPES[call.dtype]
-    signature = {"x": f"{of}:16", "weight": f"{of}:16", "bias": of, "out": f"{of}:16"}
+    words = "*i32:16" if isinstance(made, Few) else f"{of}:16"
+    signature = {"x": words, "weight": "*i32:16", "bias": of, "out": f"{of}:16"}
     numbers = {"N": "i32", "K": "i32:16"}
     flags = {"BITS": bits, "EARLY": early and capability >= HOPPER}
-    width = STEP // float_dtype(call.dtype).itemsize
-    step = width if isinstance(made, Few) else UNIT * made.warps
+    step = STEP // float_dtype(call.dtype).itemsize if isinstance(made, Few) else UNIT * made.warps
     ahead = max(1, min(made.ahead, -(-k // step)))
     tail = k % (step * ahead) != 0
     if isinstance(made, Few):
-        held = {
-            "ROWS": call.rows,
-            "W": made.warps,
-            "R": made.rows,
-            "WIDTH": width,
-            "D": ahead,
-            "TAIL": tail,
-            "BIAS": call.bias,
-        }
+        held = {"ROWS": call.rows, "W": made.warps, "R": made.rows, "D": ahead, "TAIL": tail, "BIAS": call.bias}
         return "few", signature | numbers, held | flags
     held = {"W": made.warps, "R": made.stripes, "D": ahead, "B": 1 if call.rows <= 8 else 2}
     held |= {"WIDE": wide(), "TAIL": tail, "BIAS": call.bias, "UP": not capability}
@@ -151,7 +144,8 @@ def bind(args: DenseArgs, made: Made | None = None) -> Callable[..., None]:
     early = _program(call, made, device, pdl=True) if call.capability >= HOPPER else None
     weights = _Weights(device)
     (n, k), plain, grid = call.shape, bool(ordinary.plainly), (programs(call, made), 1, 1)
-    sizes = (n, k) if isinstance(made, Few) else (call.rows, n, k)
+    words = k * float_dtype(call.dtype).itemsize // 4
+    sizes = (n, words) if isinstance(made, Few) else (call.rows, n, words)
 
     def run(x: Any, weight: Any, bias: Any, out: Any) -> None:
         arrays = x, weight, bias, out

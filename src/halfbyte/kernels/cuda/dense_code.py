@@ -1,5 +1,6 @@
 """Device code of ``halfbyte.kernels.cuda.dense``, in plain Triton.
 
+The weight is read as words of 32 bits: what a loop holds for the next round is then in as few registers as it fills.
 In Triton's interpreter everything is widened before it is multiplied (``UP``), and bfloat16 comes as the integers of
 its bits (``BITS``).
 """
@@ -22,8 +23,25 @@ def _read(at, there, TAIL: tl.constexpr):
 
 
 @triton.jit
+def _values(word, OF: tl.constexpr, BITS: tl.constexpr):
+    """The values of i32 words, as f32: of float32 one, and of others two."""
+    if OF == tl.float32:
+        return (word.to(tl.float32, bitcast=True),)
+    if OF == tl.float16:
+        low, high = _halves(word, OF)
+        return low.to(tl.float32), high.to(tl.float32)
+    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _halves(word, OF: tl.constexpr):
+    low = (word & 0xFFFF).to(tl.uint16).to(OF, bitcast=True)
+    return low, (word.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(OF, bitcast=True)
+
+
+@triton.jit
 def _rows(at, k, K, R: tl.constexpr, TAIL: tl.constexpr):
-    """What a step reads of R rows of each warp, (W, WIDTH) each."""
+    """What a step reads of R rows of each warp, (W, 128) words each."""
     held = ()
     for r in tl.static_range(R):
         held = held + (_read(at[r] + k, k < K, TAIL),)
@@ -32,93 +50,104 @@ def _rows(at, k, K, R: tl.constexpr, TAIL: tl.constexpr):
 
 @triton.jit
 def _multiplied(
-    sums, held, at, k, K, ROWS: tl.constexpr, R: tl.constexpr, TAIL: tl.constexpr, BITS: tl.constexpr
+    sums, held, at, k, K,
+    ROWS: tl.constexpr, R: tl.constexpr, PER: tl.constexpr, TAIL: tl.constexpr, OF: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """The sums (W, WIDTH) of each token and each row, and what a step adds to them."""
+    """The sums, (W, 128), of each token, row and value of a word, and what a step adds to them."""
     new = ()
     for m in tl.static_range(ROWS):
         if TAIL:
-            x = _wide(tl.load(at + m * K + k, mask=k < K, other=0), BITS)
+            x = _values(tl.load(at + m * K + k, mask=k < K, other=0), OF, BITS)
         else:
-            x = _wide(tl.load(at + m * K + k), BITS)
+            x = _values(tl.load(at + m * K + k), OF, BITS)
         for r in tl.static_range(R):
-            new = new + (tl.fma(_wide(held[r], BITS), x, sums[m * R + r]),)
+            w = _values(held[r], OF, BITS)
+            for p in tl.static_range(PER):
+                new = new + (tl.fma(w[p], x[p], sums[(m * R + r) * PER + p]),)
     return new
 
 
 @triton.jit
 def few(
     x, weight, bias, out, N, K,
-    ROWS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
-    BIAS: tl.constexpr, BITS: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, BIAS: tl.constexpr,
+    BITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """R W columns of ``out``, by multiply-add: a lane has 16 bytes of each step of a row, and a sum for each value.
 
     Args:
-        x: (ROWS, K).
-        weight: (N, K).
+        x: (ROWS, K) i32 words.
+        weight: (N, K) i32 words.
         bias: (N,), if BIAS.
         out: (ROWS, N).
         N: rows of the weight.
-        K: a multiple of 16.
+        K: words of a row, a multiple of 16.
         ROWS: tokens.
         W: warps.
         R: rows of the weight of a warp.
-        WIDTH: k of a step: of 512 bytes.
-        D: steps whose weights are on their way.
-        TAIL: whether K is no multiple of WIDTH D.
+        D: steps, of 128 words, whose weights are on their way.
+        TAIL: whether K is no multiple of 128 D.
         BIAS: whether there is a bias.
         BITS: whether bfloat16 comes as integers.
         EARLY: it starts before the kernel ahead of it ends, and so may the one behind.
     """
+    OF: tl.constexpr = out.dtype.element_ty
+    PER: tl.constexpr = 1 if OF == tl.float32 else 2
     first = tl.program_id(0) * (R * W)
     warp = tl.arange(0, W)
-    k = tl.arange(0, WIDTH)[None, :] + tl.zeros([W, 1], tl.int32)
+    k = tl.arange(0, 128)[None, :] + tl.zeros([W, 1], tl.int32)
     at = ()
     for r in tl.static_range(R):
         at = at + (weight + tl.minimum(first + r * W + warp, N - 1).to(tl.int64)[:, None] * K,)
     held = ()
     for d in tl.static_range(D):
-        held = held + (_rows(at, k + d * WIDTH, K, R, TAIL),)
+        held = held + (_rows(at, k + d * 128, K, R, TAIL),)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     sums = ()
-    for _ in tl.static_range(ROWS * R):
-        sums = sums + (tl.zeros([W, WIDTH], tl.float32),)
-    rounds = tl.cdiv(K, WIDTH * D) - 1
+    for _ in tl.static_range(ROWS * R * PER):
+        sums = sums + (tl.zeros([W, 128], tl.float32),)
+    rounds = tl.cdiv(K, 128 * D) - 1
     for i in tl.range(0, rounds, num_stages=1):
         for d in tl.static_range(D):
-            step = (i * D + d) * WIDTH
-            new = _rows(at, k + (step + D * WIDTH), K, R, TAIL)
-            sums = _multiplied(sums, held[0], x, k + step, K, ROWS, R, TAIL, BITS)
+            step = (i * D + d) * 128
+            new = _rows(at, k + (step + D * 128), K, R, TAIL)
+            sums = _multiplied(sums, held[0], x, k + step, K, ROWS, R, PER, TAIL, OF, BITS)
             held = held[1:] + (new,)
     for d in tl.static_range(D):
-        sums = _multiplied(sums, held[d], x, k + (rounds * D + d) * WIDTH, K, ROWS, R, TAIL, BITS)
+        sums = _multiplied(sums, held[d], x, k + (rounds * D + d) * 128, K, ROWS, R, PER, TAIL, OF, BITS)
     for r in tl.static_range(R):
         n = first + r * W + warp
         for m in tl.static_range(ROWS):
-            y = tl.sum(sums[m * R + r], 1)
+            own = sums[(m * R + r) * PER]
+            if PER == 2:
+                own += sums[(m * R + r) * PER + 1]
+            y = tl.sum(own, 1)
             if BIAS:
                 y += _wide(tl.load(bias + n, mask=n < N, other=0), BITS)
-            tl.store(out + m * N + n, _narrow(y, out.dtype.element_ty, BITS), mask=n < N)
+            tl.store(out + m * N + n, _narrow(y, OF, BITS), mask=n < N)
 
 
 @triton.jit
 def _fetch(at, k, K, R: tl.constexpr, TAIL: tl.constexpr):
-    """What a step reads of R stripes: (32 W, 8) of both halves of 32 k, of each 8 rows."""
+    """What a step reads of R stripes: (32 W, 4) words of both halves of 32 k, of each 8 rows."""
     held = ()
     for i in tl.static_range(2 * R):
-        held = held + (_read(at[i] + k, k < K, TAIL), _read(at[i] + (k + 32), k + 32 < K, TAIL))
+        held = held + (_read(at[i] + k, k < K, TAIL), _read(at[i] + (k + 16), k + 16 < K, TAIL))
     return held
 
 
 @triton.jit
-def _weights(upper, lower, W: tl.constexpr, WIDE: tl.constexpr, UP: tl.constexpr, BITS: tl.constexpr):
-    """(32 W, 8) of eight rows and of the next eight -> (W, 16, 32), k in the order of ``_tokens``."""
-    w = tl.join(upper, lower)
+def _weights(
+    upper, lower, W: tl.constexpr, WIDE: tl.constexpr, OF: tl.constexpr, UP: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """(32 W, 4) words of eight rows and of the next eight -> (W, 16, 32), k in the order of ``_tokens``."""
     if UP:
-        w = _wide(w, BITS)
+        u, v = _values(upper, OF, BITS), _values(lower, OF, BITS)
+    else:
+        u, v = _halves(upper, OF), _halves(lower, OF)
+    w = tl.join(tl.join(u[0], u[1]), tl.join(v[0], v[1]))
     w = tl.reshape(w, [W, 8, 4, 2, 2, 2, 2])  # W g q s i p rh
     if WIDE:
         w = tl.permute(w, (0, 6, 1, 4, 2, 3, 5))  # W rh g | i q s p
@@ -150,16 +179,16 @@ def _tokens(
 @triton.jit
 def _added(
     sums, held, at, k, K,
-    W: tl.constexpr, R: tl.constexpr, B: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, UP: tl.constexpr,
-    BITS: tl.constexpr,
+    W: tl.constexpr, R: tl.constexpr, B: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, OF: tl.constexpr,
+    UP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """The sums of each stripe, (W, 16, 8 B), and what a step adds to them."""
     x0 = _tokens(at, k < K, W, B, WIDE, TAIL, UP, BITS)
     x1 = _tokens(at + 32, k + 32 < K, W, B, WIDE, TAIL, UP, BITS)
     new = ()
     for r in tl.static_range(R):
-        total = tl.dot(_weights(held[4 * r], held[4 * r + 2], W, WIDE, UP, BITS), x0, sums[r])
-        new = new + (tl.dot(_weights(held[4 * r + 1], held[4 * r + 3], W, WIDE, UP, BITS), x1, total),)
+        total = tl.dot(_weights(held[4 * r], held[4 * r + 2], W, WIDE, OF, UP, BITS), x0, sums[r])
+        new = new + (tl.dot(_weights(held[4 * r + 1], held[4 * r + 3], W, WIDE, OF, UP, BITS), x1, total),)
     return new
 
 
@@ -176,34 +205,34 @@ def many(
 
     Args:
         x: (M, K) bfloat16 or float16.
-        weight: (N, K).
+        weight: (N, K / 2) i32 words.
         bias: (N,), if BIAS.
         out: (M, N).
         M: tokens, 1 to 8 B.
         N: rows of the weight.
-        K: a multiple of 16.
+        K: words of a row of the weight, a multiple of 16.
         W: warps, among which k is split.
         R: stripes of 16 rows of a program.
         D: steps whose weights are on their way.
         B: tokens, in eights.
         WIDE: whether the compiler gives the lanes of an operand four values of k together, not two.
-        TAIL: whether K is no multiple of 64 W D.
+        TAIL: whether K is no multiple of 32 W D.
         BIAS: whether there is a bias.
         UP: whether all is widened.
         BITS: whether bfloat16 comes as integers.
         EARLY: it starts before the kernel ahead of it ends, and so may the one behind.
     """
+    OF: tl.constexpr = out.dtype.element_ty
     first = tl.program_id(0) * (16 * R)
     lane = tl.arange(0, 32 * W)[:, None]
-    k = lane // 32 * 64 + lane % 4 * 8
-    piece = tl.arange(0, 8)[None, :]
+    k = lane // 32 * 32 + lane % 4 * 4
     at = ()
     for i in tl.static_range(2 * R):
         row = tl.minimum(first + 8 * i + lane % 32 // 4, N - 1)
-        at = at + (weight + row.to(tl.int64) * K + piece,)
+        at = at + (weight + row.to(tl.int64) * K + tl.arange(0, 4)[None, :],)
     held = ()
     for d in tl.static_range(D):
-        held = held + (_fetch(at, k + d * (64 * W), K, R, TAIL),)
+        held = held + (_fetch(at, k + d * (32 * W), K, R, TAIL),)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -213,17 +242,17 @@ def many(
     each = tl.arange(0, 32 * B * W)[:, None]
     kx = each // 32 % W * 64 + each % 4 * 8
     token = each % 32 // 4 + each // (32 * W) * 8
-    here = x + tl.minimum(token, M - 1) * K + (kx + piece)
-    rounds = tl.cdiv(K, 64 * W * D) - 1
+    here = x + tl.minimum(token, M - 1) * (2 * K) + (kx + tl.arange(0, 8)[None, :])
+    rounds = tl.cdiv(K, 32 * W * D) - 1
     for i in tl.range(0, rounds, num_stages=1):
         for d in tl.static_range(D):
-            step = (i * D + d) * (64 * W)
-            new = _fetch(at, k + (step + 64 * W * D), K, R, TAIL)
-            sums = _added(sums, held[0], here + step, kx + step, K, W, R, B, WIDE, TAIL, UP, BITS)
+            step = (i * D + d) * (32 * W)
+            new = _fetch(at, k + (step + 32 * W * D), K, R, TAIL)
+            sums = _added(sums, held[0], here + 2 * step, kx + 2 * step, 2 * K, W, R, B, WIDE, TAIL, OF, UP, BITS)
             held = held[1:] + (new,)
     for d in tl.static_range(D):
         step = (rounds * D + d) * (64 * W)
-        sums = _added(sums, held[d], here + step, kx + step, K, W, R, B, WIDE, TAIL, UP, BITS)
+        sums = _added(sums, held[d], here + step, kx + step, 2 * K, W, R, B, WIDE, TAIL, OF, UP, BITS)
     m = tl.arange(0, 8 * B)[None, :]
     for r in tl.static_range(R):
         n = first + 16 * r + tl.arange(0, 16)
@@ -231,4 +260,4 @@ def many(
         if BIAS:
             y += _wide(tl.load(bias + n, mask=n < N, other=0), BITS)[:, None]
         to = out + m.to(tl.int64) * N + n[:, None]
-        tl.store(to, _narrow(y, out.dtype.element_ty, BITS), mask=(m < M) & (n < N)[:, None])
+        tl.store(to, _narrow(y, OF, BITS), mask=(m < M) & (n < N)[:, None])
