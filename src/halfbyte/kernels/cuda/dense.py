@@ -105,8 +105,8 @@ def parts(call: DenseCall, made: Made, capability: int, early: bool = True) -> t
     ahead = max(1, min(made.ahead, -(-k // step)))
     tail = k % (step * ahead) != 0
     if isinstance(made, Few):
-        held = {"ROWS": call.rows, "W": made.warps, "R": made.rows, "D": ahead, "TAIL": tail, "BIAS": call.bias}
-        return "few", signature | numbers, held | flags
+        held = {"ROWS": call.rows, "W": made.warps, "R": made.rows, "RP": 1 << (made.rows - 1).bit_length()}
+        return "few", signature | numbers, held | {"D": ahead, "TAIL": tail, "BIAS": call.bias} | flags
     held = {"W": made.warps, "R": made.stripes, "D": ahead, "B": 1 if call.rows <= 8 else 2}
     held |= {"WIDE": wide(), "TAIL": tail, "BIAS": call.bias, "UP": not capability}
     return "many", signature | {"M": "i32"} | numbers, held | flags

@@ -24,9 +24,10 @@ def _read(at, there, TAIL: tl.constexpr):
 
 @triton.jit
 def _values(word, OF: tl.constexpr, BITS: tl.constexpr):
-    """The values of i32 words, as f32: of float32 one, and of others two."""
+    """The two values of i32 words, as f32; of float32 the one, twice."""
     if OF == tl.float32:
-        return (word.to(tl.float32, bitcast=True),)
+        one = word.to(tl.float32, bitcast=True)
+        return one, one
     if OF == tl.float16:
         low, high = _halves(word, OF)
         return low.to(tl.float32), high.to(tl.float32)
@@ -70,8 +71,8 @@ def _multiplied(
 @triton.jit
 def few(
     x, weight, bias, out, N, K,
-    ROWS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, BIAS: tl.constexpr,
-    BITS: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
+    BIAS: tl.constexpr, BITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """R W columns of ``out``, by multiply-add: a lane has 16 bytes of each step of a row, and a sum for each value.
 
@@ -85,6 +86,7 @@ def few(
         ROWS: tokens.
         W: warps.
         R: rows of the weight of a warp.
+        RP: a power of two, at least R.
         D: steps, of 128 words, whose weights are on their way.
         TAIL: whether K is no multiple of 128 D.
         BIAS: whether there is a bias.
@@ -98,7 +100,7 @@ def few(
     k = tl.arange(0, 128)[None, :] + tl.zeros([W, 1], tl.int32)
     at = ()
     for r in tl.static_range(R):
-        at = at + (weight + tl.minimum(first + r * W + warp, N - 1).to(tl.int64)[:, None] * K,)
+        at = at + (weight + tl.minimum(first + warp * R + r, N - 1).to(tl.int64)[:, None] * K,)
     held = ()
     for d in tl.static_range(D):
         held = held + (_rows(at, k + d * 128, K, R, TAIL),)
@@ -117,16 +119,19 @@ def few(
             held = held[1:] + (new,)
     for d in tl.static_range(D):
         sums = _multiplied(sums, held[d], x, k + (rounds * D + d) * 128, K, ROWS, R, PER, TAIL, OF, BITS)
-    for r in tl.static_range(R):
-        n = first + r * W + warp
-        for m in tl.static_range(ROWS):
+    each = tl.arange(0, RP)[None, :]
+    n = first + warp[:, None] * R + each
+    there = (each < R) & (n < N)
+    for m in tl.static_range(ROWS):
+        y = tl.zeros([W, RP], tl.float32)
+        for r in tl.static_range(R):
             own = sums[(m * R + r) * PER]
             if PER == 2:
                 own += sums[(m * R + r) * PER + 1]
-            y = tl.sum(own, 1)
-            if BIAS:
-                y += _wide(tl.load(bias + n, mask=n < N, other=0), BITS)
-            tl.store(out + m * N + n, _narrow(y, OF, BITS), mask=n < N)
+            y = tl.where(each == r, tl.sum(own, 1, keep_dims=True), y)
+        if BIAS:
+            y += _wide(tl.load(bias + n, mask=there, other=0), BITS)
+        tl.store(out + m * N + n, _narrow(y, OF, BITS), mask=there)
 
 
 @triton.jit
