@@ -160,7 +160,7 @@ def test_what_is_chosen():
     assert cuda.TRITON.refuse(call(capability=75)) == ("is for sm_80 or later, not sm_75",)
     ways = [type(cuda.configure(call(rows=m))) for m in range(1, 17)]
     assert ways == [Few] * cuda.BY_FEW + [Many] * (16 - cuda.BY_FEW)
-    assert cuda.configure(call(rows=4, dtype="float32")).rows == 2
+    assert cuda.configure(call(rows=4, dtype="float32")) == Few()
 
 
 def test_what_is_remembered_of_a_weight():

@@ -63,8 +63,8 @@ class Few:
     """
 
     warps: int = 4
-    rows: int = 4
-    ahead: int = 2
+    rows: int = 2
+    ahead: int = 4
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ Made = Few | Many
 def configure(call: DenseCall) -> Made:
     """How it runs."""
     if call.dtype == "float32" or call.rows <= BY_FEW:
-        return Few() if call.rows <= 2 else Few(rows=2)
+        return Few()
     return Many()
 
 
