@@ -14,6 +14,7 @@ from halfbyte.errors import NoKernelError, UsageError
 from halfbyte.kernels import GatedArgs, select
 from halfbyte.kernels.cuda import decode_gluon
 from halfbyte.kernels.cuda.decode_gluon import Decode
+from halfbyte.kernels.cuda.launch import options_of
 from halfbyte.kernels.gated import GatedCall, gated_cost
 from halfbyte.layouts import Fragments, Rows
 from halfbyte.step_ops import gate, gated
@@ -106,7 +107,8 @@ def test_machine_code(rows, made):
     for activation in (None, "silu"):
         types, held = decode_gluon.parts(asked(rows=rows).linear(), "float32", made, activation)
         arguments = {name: of.removesuffix(":16") for name, of in types.items()}
-        codes.append(Program(decode, arguments, held, {"num_warps": made.warps}).compile(90))
+        options = options_of(warps=made.warps, maxnreg=made.registers)
+        codes.append(Program(decode, arguments, held, options).compile(90))
     alone, together = codes
     assert (together.stack, together.spills, together.warnings) == (0, 0, [])
     assert together.matrix == alone.matrix

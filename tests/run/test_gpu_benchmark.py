@@ -541,7 +541,7 @@ def test_gpu_tests_run_side_by_side_and_alone_and_tell_both_results(tmp_path, xd
         marked = {
             f"tests/run/{name.name}"
             for name in Path(__file__).parent.glob("test_*.py")
-            if "mark.gpu" in name.read_text()
+            if any(word in name.read_text() for word in ("mark.gpu", "on_gpu", "needs_gpu", "expert_cases"))
         }
         assert {word for word in line.split() if word.endswith(".py")} == marked
         assert line.endswith(" -k some")

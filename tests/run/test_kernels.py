@@ -456,7 +456,7 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"op": "convolve"}, "unknown op: got 'convolve', expected linear or embedding"),
+            ({"op": "convolve"}, "unknown op: got 'convolve', expected linear or embedding or experts"),
             ({"rows": -1}, "rows cannot be negative: got -1"),
             ({"rows": 1.5}, "rows are a whole number: got 1.5"),
             ({"rows": "1"}, "rows are a whole number: got '1'"),

@@ -5,8 +5,8 @@
     q, s = x quantized for each row, as in halfbyte.kernels.fp8
     y = sum(q * e4m3(code * scale / 6)) * (6 * scale2) * s + bias
 
-x are the tokens, and then h: both are rounded for each of their rows. What is said there of the error holds for each
-product: against the same quantized values it is ``fp8_gluon.ERROR`` at most, relative to the norm.
+x are the tokens, and then h: both are rounded for each of their rows. The matrix units add as in ``fp8_gluon``; how far
+a whole layer is off has not been measured but in its tests: less than 8e-2 of the norm beside the exact result.
 """
 
 from __future__ import annotations
