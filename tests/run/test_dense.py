@@ -11,67 +11,51 @@ import torch
 
 from cuda_code import ARCHITECTURES, Program, count
 from gpu_codecs import needs_gpu, needs_triton
-from halfbyte.decoder import product
+from halfbyte import step_ops
+from halfbyte.decoder import generate
 from halfbyte.kernels import DenseArgs, select
 from halfbyte.kernels.cuda import dense as cuda
-from halfbyte.kernels.cuda.dense import Few, Many
 from halfbyte.kernels.dense import DenseCall
 from halfbyte.step_ops import dense
 
 HALF_ULP = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-HALVES = ("bfloat16", "float16")
-CASES = [
-    # M, N, K, how, dtypes
-    (1, 37, 96, Few(1, 2, 2), tuple(HALF_ULP)),
-    (1, 16, 2048, Few(4, 4, 2), tuple(HALF_ULP)),
-    (2, 5, 32, Few(2, 1, 1), HALVES),
-    (3, 9, 1056, Few(2, 3, 2), HALVES),
-    (4, 9, 672, Few(1, 2, 3), ("float32",)),
-    (2, 33, 352, Many(1, 1, 2), HALVES),
-    (8, 16, 768, Many(2, 1, 3), HALVES),
-    (9, 41, 32, Many(1, 2, 1), HALVES),
-    (16, 64, 416, Many(4, 2, 1), HALVES),
-]
+CASES = [(1, 37, 96), (2, 5, 32), (1, 4, 2048), (2, 9, 4096), (1, 3, 4192), (2, 6, 8192), (1, 5, 12320)]
+"""(M, N, K): a step and less, whole rounds, rounds that end within a step, and programs with fewer rows than warps."""
 
 
 def given(m, n, k, dtype, bias, device="cpu", *, whole=False):
     """Arguments, of small whole numbers or of others."""
     made = []
     for seed, shape in enumerate(((m, k), (n, k), (n,))):
-        a = torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-        made.append((a.mul(2).round() if whole else a).to(getattr(torch, dtype)).to(device))
+        a = torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed + sum(shape)), device=device)
+        made.append((a.mul(2).round() if whole else a).to(getattr(torch, dtype)))
     out = torch.full((m, n), torch.nan, dtype=made[0].dtype, device=device)
     return DenseArgs(x=made[0], weight=made[1], bias=made[2] if bias else None, out=out)
 
 
-def bound(args, made):
+def bound(args):
     """Of errors, by each rounding on the way, and what is right, in float64."""
     x, weight = args.x.double(), args.weight.double()
     expected, size = x @ weight.T, x.abs() @ weight.abs().T
     if args.bias is not None:
         expected, size = expected + args.bias.double(), size + args.bias.double().abs()
-    k = x.shape[1]
-    if isinstance(made, Few):
-        width = cuda.STEP // args.x.element_size()
-        relative = (-(-k // width) + (10 if args.x.is_cuda else 21)) * 2.0**-24  # NumPy adds in another order
-    else:
-        relative = (k + 25) * 2.0**-23
+    steps = -(-x.shape[1] * args.x.element_size() // cuda.STEP)
+    relative = (steps + (10 if args.x.is_cuda else 21)) * 2.0**-24  # NumPy adds in another order
     half = HALF_ULP[str(args.x.dtype).removeprefix("torch.")]
     return 1.01 * (relative * size + half * expected.abs()) + 2.0**-25, expected
 
 
 def check(device, case):
-    m, n, k, made, dtypes = case
-    for dtype in dtypes:
+    for dtype in HALF_ULP:
         for bias in (False, True):
-            args = given(m, n, k, dtype, bias, device)
-            cuda.bind(args, made)(*args.arrays())
-            most, expected = bound(args, made)
+            args = given(*case, dtype, bias, device)
+            cuda.bind(args)(*args.arrays())
+            most, expected = bound(args)
             off = (args.out.double() - expected).abs()
             assert (off <= most).all(), (case, dtype, bias, (off / most).max().item())
-            args = given(m, n, k, dtype, bias, device, whole=True)
-            cuda.bind(args, made)(*args.arrays())
-            assert torch.equal(args.out, bound(args, made)[1].to(args.out.dtype)), (case, dtype, bias)
+            args = given(*case, dtype, bias, device, whole=True)
+            cuda.bind(args)(*args.arrays())
+            assert torch.equal(args.out, bound(args)[1].to(args.out.dtype)), (case, dtype, bias)
 
 
 INTERPRETED = """
@@ -102,47 +86,38 @@ def call(**changes):
     return DenseCall(**made | {"shape": (128256, 4096)} | changes)
 
 
-def code_of(asked, made=None):
+@needs_triton
+@pytest.mark.parametrize("k", [4096, 2880])
+@pytest.mark.parametrize("dtype", list(HALF_ULP))
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_machine_code(capability, dtype, k):
+    """Nothing is spilled; weights come 16 bytes at a time and, where it starts early, before it waits."""
     from halfbyte.kernels.cuda import dense_code
 
-    made = cuda.configure(asked) if made is None else made
-    name, signature, constants = cuda.parts(asked, made, asked.capability)
+    asked = call(rows=2, capability=capability, dtype=dtype, shape=(128256, k), bias=k == 2880)
+    signature, held = cuda.parts(asked, capability)
     arguments = {name: of.removesuffix(":16") for name, of in signature.items()}
-    kernel = getattr(dense_code, name)
-    code = Program(kernel, arguments, constants, {"num_warps": made.warps}, ("K",)).compile(asked.capability)
-    print(asked.capability, made, code)
-    return code, constants
-
-
-@needs_triton
-@pytest.mark.parametrize("changes", [{}, {"rows": 16}, {"rows": 4, "dtype": "float32", "bias": True}], ids=str)
-@pytest.mark.parametrize("capability", ARCHITECTURES)
-def test_machine_code(changes, capability):
-    """Nothing is spilled; weights come 16 bytes at a time and, where it starts early, before it waits."""
-    asked = call(capability=capability, **changes)
-    code, held = code_of(asked)
-    assert (code.stack, code.spills, code.warnings) == (0, 0, [])
-    assert code.registers <= 184
-    made = cuda.configure(asked)
-    if isinstance(made, Few):
-        each = made.rows
-        (loop,) = code.loops
-        assert not code.matrix
-        assert not count(loop.opcodes, r"SHFL|STS|LDS|BAR")
-        assert loop.opcodes["LDG.E.128"] == held["ROWS"] * held["D"]
-    else:
-        each = 4 * made.stripes
-        (loop,) = code.loops
-        assert loop.matrix == 4 * made.ahead * made.stripes * held["B"]
-        assert not count(loop.opcodes, r"SHFL|STS|LDS|BAR|PRMT")
+    code = Program(dense_code.dense, arguments, held, {"num_warps": cuda.WARPS}, ("K",)).compile(capability)
+    assert (code.stack, code.spills, code.warnings, code.matrix) == (0, 0, [], 0)
+    assert code.registers <= 255
+    (loop,) = code.loops
+    assert not count(loop.opcodes, r"SHFL|STS|LDS|BAR")
+    assert loop.opcodes["LDG.E.128"] == 2 * held["D"]
     ops = [op for _, _, op, _ in code.instructions]
-    weights = [op for op in ops if op.startswith("LDG.E.EF")]
-    assert set(weights) == {"LDG.E.EF.128"}
-    assert len(weights) == 2 * held["D"] * each
+    assert [op for op in ops if op.startswith("LDG.E.EF")] == ["LDG.E.EF.128"] * 2 * held["D"]
     if capability >= 90:
         before = ops[: ops.index("ACQBULK")]
-        assert [op for op in before if op.startswith("LDG")] == ["LDG.E.EF.128"] * held["D"] * each
+        assert [op for op in before if op.startswith("LDG")] == ["LDG.E.EF.128"] * held["D"]
     assert (capability >= 90) == ("PREEXIT" in ops)
+
+
+@pytest.mark.parametrize(("dtype", "k", "ahead", "tail"), [
+    ("bfloat16", 4096, 16, False), ("float32", 4096, 16, False), ("bfloat16", 1024, 4, False),
+    ("float16", 2880, 12, True), ("bfloat16", 5120, 16, True), ("bfloat16", 32, 1, True),
+])  # fmt: skip
+def test_steps_ahead_follow_from_k(dtype, k, ahead, tail):
+    _, held = cuda.parts(call(dtype=dtype, shape=(128256, k)), 90)
+    assert (held["D"], held["TAIL"]) == (ahead, tail)
 
 
 @needs_triton
@@ -150,17 +125,17 @@ def test_what_is_chosen():
     def name(**changes):
         return select(DenseArgs, call(**changes)).name
 
-    assert [name(rows=m) for m in (1, 16, 17)] == ["triton-dense", "triton-dense", "dense-torch"]
-    assert [name(rows=m, dtype="float32") for m in (4, 5)] == ["triton-dense", "dense-torch"]
-    assert cuda.TRITON.refuse(call(rows=17)) == ("takes up to 16 tokens of bfloat16, not 17",)
-    assert cuda.TRITON.refuse(call(shape=(1023, 72))) == (
-        "takes a K that is a multiple of 32, not 72",
-        "is for weights of 1024 rows or more, not 1023",
+    for dtype in HALF_ULP:
+        assert [name(rows=m, dtype=dtype) for m in (1, 2, 3, 16)] == ["triton-dense"] * 2 + ["dense-torch"] * 2
+    least = cuda.LEAST // 2 // 4096
+    assert [name(shape=(n, 4096)) for n in (8, least - 1, least)] == ["dense-torch", "dense-torch", "triton-dense"]
+    assert name(shape=(least // 2, 4096), dtype="float32") == "triton-dense"
+    assert cuda.TRITON.refuse(call(rows=3)) == ("takes up to 2 tokens, not 3: cuBLAS is as fast",)
+    assert cuda.TRITON.refuse(call(shape=(128256, 4104))) == ("takes a K that is a multiple of 32, not 4104",)
+    assert cuda.TRITON.refuse(call(shape=(4096, 4096))) == (
+        "is for weights of 128 MiB or more, not of 32: of those cuBLAS is as fast",
     )
     assert cuda.TRITON.refuse(call(capability=75)) == ("is for sm_80 or later, not sm_75",)
-    ways = [type(cuda.configure(call(rows=m))) for m in range(1, 17)]
-    assert ways == [Few] * cuda.BY_FEW + [Many] * (16 - cuda.BY_FEW)
-    assert cuda.configure(call(rows=4, dtype="float32")) == Few()
 
 
 def test_what_is_remembered_of_a_weight():
@@ -183,13 +158,6 @@ def test_what_is_remembered_of_a_weight():
     assert not weights._known
 
 
-def test_a_decoder_takes_it_for_few_tokens(monkeypatch):
-    monkeypatch.setattr(product, "dense", lambda x, weight, bias: "op")
-    monkeypatch.setattr(product, "dense_linear", lambda x, weight, bias: "torch")
-    head = product.product([torch.nn.Linear(8, 8, device="meta")])
-    assert [head(torch.zeros(m, 8)) for m in (1, 16, 17)] == ["op", "op", "torch"]
-
-
 # On a GPU
 
 
@@ -204,14 +172,15 @@ def test_on_a_gpu(case):
 @needs_triton
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 3, 16])
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("dtype", list(HALF_ULP))
 def test_early_launches(rows, dtype):
     """They find what the kernel ahead wrote, also in a graph, and of a weight that is written anew nothing is stale."""
-    args = given(rows, 4099, 1024, dtype, bias=True, device="cuda", whole=True)
+    args = given(rows, cuda.LEAST // 2048 + 3, 1024, dtype, bias=True, device="cuda", whole=True)
+    assert select(DenseArgs, args.call()) is cuda.TRITON
 
     def right():
-        return bound(args, Many())[1].to(args.out.dtype)
+        return (args.x.float() @ args.weight.float().T + args.bias.float()).to(args.out.dtype)
 
     def step():
         args.x.add_(1)
@@ -219,6 +188,7 @@ def test_early_launches(rows, dtype):
 
     for _ in range(5):
         y = step()
+        torch.cuda.synchronize()
         assert torch.equal(y, right())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -229,3 +199,29 @@ def test_early_launches(rows, dtype):
     for _ in range(3):
         args.weight.neg_()
         assert torch.equal(dense(args.x, args.weight, args.bias), right())
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.gpu
+def test_a_head_in_generate(monkeypatch):
+    """One sequence takes it, also in a graph, and 16 do not."""
+    from decoder_models import tiny
+
+    sizes = {"vocab_size": cuda.LEAST // 2048, "hidden_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 8}
+    model = tiny("llama", dtype=torch.bfloat16, **sizes).to("cuda")
+    names = []
+
+    def noted(bundle, asked):
+        kernel = select(bundle, asked)
+        if bundle is DenseArgs and asked.shape[0] == sizes["vocab_size"]:
+            names.append(kernel.name)
+        return kernel
+
+    monkeypatch.setattr(step_ops, "select", noted)
+    monkeypatch.setattr(step_ops, "_known", {})
+    prompts = [[i, 7, 11] for i in range(16)]
+    eager, held = (generate(model, prompts[:1], max_new_tokens=12, graph=graph) for graph in (False, True))
+    assert (held.tokens, names) == (eager.tokens, ["triton-dense"])
+    generate(model, prompts, max_new_tokens=3)
+    assert names == ["triton-dense", "dense-torch"]

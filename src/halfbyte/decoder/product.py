@@ -8,10 +8,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear as dense_linear
 
 from halfbyte import nn, ops
-from halfbyte.kernels.cuda.dense import MOST_ROWS
 from halfbyte.layouts import Packed
 from halfbyte.route_op import route
 from halfbyte.step_ops import dense
@@ -93,9 +91,7 @@ def _group(modules: Sequence[Any]) -> nn.Group | None:
 
 
 def _dense(weight: Tensor, bias: Tensor | None) -> Product:
-    if weight.device.type == "cpu":
-        return Product(lambda x: dense(x, weight, bias))
-    return Product(lambda x: (dense if len(x) <= MOST_ROWS else dense_linear)(x, weight, bias))
+    return Product(lambda x: dense(x, weight, bias))
 
 
 def join(modules: list[Any]) -> None:

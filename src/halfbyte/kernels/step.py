@@ -35,6 +35,7 @@ class StepCall:
         device: "cpu", "cuda", ...
         library: that of all arrays.
         capability: the compute capability of the GPU, 90 for sm_90; 0 elsewhere.
+        elsewhere: it is planned for another machine: what is installed here does not matter.
     """
 
     op: str
@@ -43,9 +44,9 @@ class StepCall:
     device: str
     library: Library
     capability: int = 0
+    elsewhere: bool = False
     aligned: ClassVar[bool] = True
     whole: ClassVar[bool] = True
-    elsewhere: ClassVar[bool] = False
 
     def __str__(self) -> str:
         place = f"{self.device} (sm_{self.capability})" if self.capability else self.device

@@ -1,16 +1,14 @@
-"""``dense`` on an NVIDIA GPU for up to 16 tokens, in plain Triton: the weight is read once, as it lies.
+"""``dense`` on an NVIDIA GPU for one or two tokens, in plain Triton: the weight is read once, as it lies.
 
-There are two ways. ``Few`` multiplies and adds: of a row a lane takes 16 bytes in each step, 256 k of 16-bit values by
-a warp, and has a sum for each of its values; those are added first, in pairs and then one after the other, and the
-lanes' in a tree:
+A warp has a row of the weight, whose first 8 KiB are all on their way before any is multiplied. Of each 512 bytes a
+lane takes 16, and has a sum for each of its values; those are added first, in pairs and then one after the other, and
+the lanes' in a tree. A bias adds one rounding, and the result is rounded once:
 
 ::
 
     |error| <= (ceil(K / width) + 4 + 5) * 2^-24 * sum|x * w|       width = 512 bytes of k
 
-``Many`` multiplies by matrix instructions, m16n8k16, on bfloat16 and float16: a product is exact, and sums are in f32,
-which the matrix units may round down, so it is off by at most (K + 24) * 2^-23 * sum|x * w|. A bias adds one rounding,
-and the result is rounded once. Which of them runs follows from dtype and M; a row does not depend on the others.
+A row does not depend on the other rows of x.
 
 **The first weights are asked for before the kernel ahead has ended** on Hopper and later (programmatic dependent
 launch); all else is touched after ``griddepcontrol.wait``. That is right where the weight was written long ago. So the
@@ -22,13 +20,11 @@ writes, so no launch on those is early. Who writes behind torch's back must wait
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 from weakref import ref
 
 from halfbyte.arrays import float_dtype
 from halfbyte.kernels.base import Kernel
-from halfbyte.kernels.cuda.fragments import wide
 from halfbyte.kernels.cuda.launch import Program, program, why_not
 from halfbyte.kernels.cuda.shared import Written
 from halfbyte.kernels.dense import DenseArgs, DenseCall, dense_cost
@@ -36,85 +32,35 @@ from halfbyte.kernels.dense import DenseArgs, DenseCall, dense_cost
 TYPES: Final = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 HOPPER: Final = 90
 """The compute capability from which on it starts before the kernel ahead has ended."""
-MOST_ROWS: Final = 16
-MOST_FEW: Final = 4
-"""Tokens of ``Few`` at the most."""
-BY_FEW: Final = 2
-"""Tokens up to which it is the default where there are matrix instructions, too."""
-LEAST: Final = 1024
-"""Rows of a weight; with fewer there are too few programs for a GPU."""
+MOST_ROWS: Final = 2
+"""Tokens; of more each needs registers that hold weights here, and cuBLAS is as fast."""
+LEAST: Final = 1 << 27
+"""Bytes of a weight: beside cuBLAS it was measured on heads, which are larger."""
 MULTIPLE: Final = 32
 """K is one of it."""
 STEP: Final = 512
-"""Bytes of a row of the weight in a step of ``Few``."""
-UNIT: Final = 64
-"""k of a warp in a step of ``Many``."""
-STRIPE: Final = 16
+"""Bytes of a row of the weight in a step of a warp."""
+WARPS: Final = 4
+AHEAD: Final = 16
+"""Steps whose weights are on their way."""
 
 
-@dataclass(frozen=True)
-class Few:
-    """By multiply-add.
-
-    Args:
-        warps: of a program.
-        rows: of the weight, of a warp.
-        ahead: steps whose weights are on their way.
-    """
-
-    warps: int = 4
-    rows: int = 2
-    ahead: int = 4
-
-
-@dataclass(frozen=True)
-class Many:
-    """By matrix instructions.
-
-    Args:
-        warps: of a program, among which k is split.
-        stripes: of 16 rows of the weight, of a program.
-        ahead: steps whose weights are on their way.
-    """
-
-    warps: int = 4
-    stripes: int = 1
-    ahead: int = 4
-
-
-Made = Few | Many
-
-
-def configure(call: DenseCall) -> Made:
-    """How it runs."""
-    if call.dtype == "float32" or call.rows <= BY_FEW:
-        return Few()
-    return Many()
-
-
-def parts(call: DenseCall, made: Made, capability: int, early: bool = True) -> tuple[str, Any, Any]:
-    """Name, signature and constants of the device code; capability 0 for Triton's interpreter."""
-    k = call.shape[1]
+def parts(call: DenseCall, capability: int) -> tuple[Any, Any]:
+    """Signature and constants of the device code; capability 0 for Triton's interpreter."""
+    size = call.shape[1] * float_dtype(call.dtype).itemsize
     bits = call.dtype == "bfloat16" and not capability
     of = "*i16" if bits else TYPES[call.dtype]
-    words = "*i32:16" if isinstance(made, Few) else f"{of}:16"
-    signature = {"x": words, "weight": "*i32:16", "bias": of, "out": f"{of}:16"}
-    numbers = {"N": "i32", "K": "i32:16"}
-    flags = {"BITS": bits, "EARLY": early and capability >= HOPPER}
-    step = STEP // float_dtype(call.dtype).itemsize if isinstance(made, Few) else UNIT * made.warps
-    ahead = max(1, min(made.ahead, -(-k // step)))
-    tail = k % (step * ahead) != 0
-    if isinstance(made, Few):
-        held = {"ROWS": call.rows, "W": made.warps, "R": made.rows, "RP": 1 << (made.rows - 1).bit_length()}
-        return "few", signature | numbers, held | {"D": ahead, "TAIL": tail, "BIAS": call.bias} | flags
-    held = {"W": made.warps, "R": made.stripes, "D": ahead, "B": 1 if call.rows <= 8 else 2}
-    held |= {"WIDE": wide(), "TAIL": tail, "BIAS": call.bias, "UP": not capability}
-    return "many", signature | {"M": "i32"} | numbers, held | flags
-
-
-def programs(call: DenseCall, made: Made) -> int:
-    """So many run."""
-    return -(-call.shape[0] // (made.warps * made.rows if isinstance(made, Few) else STRIPE * made.stripes))
+    signature = {"x": "*i32:16", "weight": "*i32:16", "bias": of, "out": f"{of}:16", "N": "i32", "K": "i32:16"}
+    ahead = min(AHEAD, -(-size // STEP))
+    return signature, {
+        "ROWS": call.rows,
+        "W": WARPS,
+        "D": ahead,
+        "TAIL": size % (STEP * ahead) != 0,
+        "BIAS": call.bias,
+        "BITS": bits,
+        "EARLY": capability >= HOPPER,
+    }
 
 
 class _Weights:
@@ -136,50 +82,48 @@ class _Weights:
         return known[3]
 
 
-def bind(args: DenseArgs, made: Made | None = None) -> Callable[..., None]:
-    """What writes ``out``; ``made`` instead of the configuration chosen."""
+def bind(args: DenseArgs) -> Callable[..., None]:
+    """What writes ``out``."""
     call, device = args.call(), args.x.device
-    made = configure(call) if made is None else made
-    ordinary = _program(call, made, device, pdl=False)
-    early = _program(call, made, device, pdl=True) if call.capability >= HOPPER else None
+    ordinary = _program(call, device, pdl=False)
+    early = _program(call, device, pdl=True) if call.capability >= HOPPER else None
     weights = _Weights(device)
-    (n, k), plain, grid = call.shape, bool(ordinary.plainly), (programs(call, made), 1, 1)
-    words = k * float_dtype(call.dtype).itemsize // 4
-    sizes = (n, words) if isinstance(made, Few) else (call.rows, n, words)
+    (n, k), plain = call.shape, bool(ordinary.plainly)
+    grid, words = (-(-n // WARPS), 1, 1), k * float_dtype(call.dtype).itemsize // 4
 
     def run(x: Any, weight: Any, bias: Any, out: Any) -> None:
         arrays = x, weight, bias, out
         given = arrays if plain else tuple([None if a is None else a.data_ptr() for a in arrays])
         written = None if early is None else weights.written(weight)
         if early is not None and written is not None and written.over:
-            early(grid, (*given, *sizes))
+            early(grid, (*given, n, words))
             return
-        ordinary(grid, (*given, *sizes))
+        ordinary(grid, (*given, n, words))
         if written is not None:
             written.launched()
 
     return run
 
 
-def _program(call: DenseCall, made: Made, device: Any, *, pdl: bool) -> Program:
-    from halfbyte.kernels.cuda import dense_code
+def _program(call: DenseCall, device: Any, *, pdl: bool) -> Program:
+    from halfbyte.kernels.cuda.dense_code import dense
 
-    name, signature, constants = parts(call, made, call.capability)
-    return program(getattr(dense_code, name), signature, constants, device=device, warps=made.warps, pdl=pdl)
+    signature, constants = parts(call, call.capability)
+    return program(dense, signature, constants, device=device, warps=WARPS, pdl=pdl)
 
 
 def _refuse(call: DenseCall) -> tuple[str, ...]:
     reasons = list(why_not(call))
     n, k = call.shape
-    most = MOST_FEW if call.dtype == "float32" else MOST_ROWS
     if call.dtype not in TYPES:
-        reasons.append(f"takes {' or '.join(TYPES)}, not {call.dtype}")
-    if call.rows > most:
-        reasons.append(f"takes up to {most} tokens of {call.dtype}, not {call.rows}")
+        return (*reasons, f"takes {' or '.join(TYPES)}, not {call.dtype}")
+    if call.rows > MOST_ROWS:
+        reasons.append(f"takes up to {MOST_ROWS} tokens, not {call.rows}: cuBLAS is as fast")
     if not k or k % MULTIPLE:
         reasons.append(f"takes a K that is a multiple of {MULTIPLE}, not {k}")
-    if n < LEAST:
-        reasons.append(f"is for weights of {LEAST} rows or more, not {n}")
+    size = n * k * float_dtype(call.dtype).itemsize
+    if size < LEAST:
+        reasons.append(f"is for weights of {LEAST >> 20} MiB or more, not of {size >> 20}: of those cuBLAS is as fast")
     return tuple(reasons)
 
 
@@ -187,13 +131,13 @@ def _load(call: DenseCall) -> None:
     import torch
 
     for pdl in (False, True) if call.capability >= HOPPER else (False,):
-        _program(call, configure(call), torch.device(call.device, torch.cuda.current_device()), pdl=pdl)
+        _program(call, torch.device(call.device, torch.cuda.current_device()), pdl=pdl)
 
 
 TRITON: Final = Kernel(
     name="triton-dense",
     bundle=DenseArgs,
-    description="reads the weight once, in plain Triton; NVIDIA GPUs from sm_80 on, up to 16 tokens",
+    description="reads the weight once, in plain Triton; NVIDIA GPUs from sm_80 on, one or two tokens",
     refuse=_refuse,
     load=_load,
     bind=bind,
