@@ -19,6 +19,7 @@ from halfbyte.kernels import (
     KERNELS,
     Call,
     Cost,
+    DenseArgs,
     EmbeddingArgs,
     EmbeddingCall,
     ExpertsArgs,
@@ -38,6 +39,7 @@ from halfbyte.kernels.base import Library, capability, library_of
 from halfbyte.kernels.cuda import launch, scaled_mm
 from halfbyte.kernels.cuda.ceilings import CEILINGS, Ceiling
 from halfbyte.kernels.cuda.choices import Choice, choice, ends, entries, pick
+from halfbyte.kernels.dense import DenseCall
 from halfbyte.kernels.experts import PRECISIONS
 from halfbyte.kernels.experts_torch import chosen
 from halfbyte.kinds import Fp8Weight, Int8Weight
@@ -489,6 +491,25 @@ def least(device: Any, nbytes: int, flops: int) -> float | None:
     """The least seconds of moving and computing so much on a device; None where its ceiling is not known."""
     _, known = ceiling(device)
     return known.seconds(Cost(nbytes, flops)) if known else None
+
+
+def dense_kernel(shape: tuple[int, int], *, rows: int, dtype: str, bias: bool, device: str) -> str:
+    """The name of the kernel that multiplies by a weight that is not quantized, in steps of ``generate``.
+
+    Args:
+        shape: (N, K).
+        rows: M.
+        dtype: of all arrays.
+        bias: one is added.
+        device: as for ``plan``.
+
+    Raises:
+        NoKernelError: torch is not installed, and the device is one of this machine.
+    """
+    kind, sm, _ = _place(device)
+    of: dict[str, Any] = {"capability": sm, "elsewhere": _elsewhere(device)}
+    call = DenseCall(rows=rows, dtype=dtype, device=kind, library="torch", shape=shape, bias=bias, **of)
+    return select(DenseArgs, call).name
 
 
 def _measured_gpu(sm: int) -> str | None:

@@ -131,7 +131,7 @@ class TestGpu:
             total += made["seconds"]
         head = at(layer(report, "lm_head"), 1)
         size = 2 * 128256 * 4096
-        assert (head["kernel"], head["why"], head["expected"]) == ("torch", "stored as BF16", None)
+        assert (head["kernel"], head["why"], head["expected"]) == ("triton-dense", "stored as BF16", None)
         assert head["seconds"] == head["least"] == (size + 2 * (128256 + 4096)) / H200.read + H200.start
         (step,) = report.facts["steps"]
         assert step["seconds"] == pytest.approx(total + head["least"])
@@ -185,6 +185,13 @@ class TestGpu:
         none = at(layer(plan(path, device=HOPPER, layout="marlin"), "o_proj"), 1)
         assert (none["kernel"], none["seconds"]) == (None, None)
         assert none["why"].startswith("no kernel computes linear with layout marlin")
+
+    def test_a_dense_head(self, tmp_path):
+        report = plan(hollow(tmp_path / "a"), device=HOPPER, tokens=[1, 2, 3, 16])
+        kernels = [made["kernel"] for made in layer(report, "lm_head")["plans"]]
+        assert kernels == ["triton-dense", "triton-dense", "dense-torch", "dense-torch"]
+        small = layer(plan(make_dense(tmp_path / "b"), device=HOPPER, tokens=[1]), "lm_head")
+        assert (at(small, 1)["kernel"], small["shape"]) == ("dense-torch", [64, 32])
 
     def test_what_was_not_measured(self, tmp_path):
         report = plan(make_dense(tmp_path / "a"), device="cuda:sm_80")

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear as dense_linear
 
 from halfbyte import nn, ops
 from halfbyte.layouts import Packed
@@ -99,9 +98,7 @@ def _group(modules: Sequence[Any]) -> nn.Group | None:
 
 
 def _dense(weight: Tensor, bias: Tensor | None) -> Product:
-    if weight.device.type == "cpu":
-        return Product(lambda x: dense(x, weight, bias))
-    return Product(lambda x: dense_linear(x, weight, bias))
+    return Product(lambda x: dense(x, weight, bias))
 
 
 def join(modules: list[Any]) -> None:

@@ -45,6 +45,7 @@ from halfbyte.kernels.cuda import (
     grouped_triton,
     scaled_mm,
 )
+from halfbyte.kernels.cuda import dense as cuda_dense
 from halfbyte.kernels.cuda import embedding as cuda_embedding
 from halfbyte.kernels.cuda import pick as cuda_pick
 from halfbyte.kernels.cuda import routing as cuda_routing
@@ -98,6 +99,7 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     cuda_step.ATTEND,
     cuda_step.GATE,
     cpu_dense.DENSE,
+    cuda_dense.TRITON,
     dense.TORCH,
     cuda_pick.TRITON,
     pick.TORCH,

@@ -72,7 +72,10 @@ def _bind(args: DenseArgs) -> Callable[..., None]:
     import torch
 
     def run(x: Any, weight: Any, bias: Any, out: Any) -> None:
-        out.copy_(torch.nn.functional.linear(x, weight, bias))
+        if bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
 
     return run
 
@@ -81,7 +84,7 @@ TORCH: Final = Kernel(
     name="dense-torch",
     bundle=DenseArgs,
     description="torch's linear, any device",
-    refuse=lambda call: why_not_torch(call.library),
+    refuse=lambda call: why_not_torch(call.library, call.elsewhere),
     load=load_torch,
     bind=_bind,
     cost=dense_cost,

@@ -37,6 +37,7 @@ class StepCall:
         library: that of all arrays.
         capability: the compute capability of the GPU, 90 for sm_90; 0 elsewhere.
         in_order: the result lies as ``halfbyte.kernels.in_order`` has it.
+        elsewhere: it is planned for another machine: what is installed here does not matter.
     """
 
     op: str
@@ -46,9 +47,9 @@ class StepCall:
     library: Library
     capability: int = 0
     in_order: bool = False
+    elsewhere: bool = False
     aligned: ClassVar[bool] = True
     whole: ClassVar[bool] = True
-    elsewhere: ClassVar[bool] = False
 
     def __str__(self) -> str:
         place = f"{self.device} (sm_{self.capability})" if self.capability else self.device

@@ -15,7 +15,7 @@ from halfbyte.findings import Report
 from halfbyte.forms import ExpertsForm, Form
 from halfbyte.layouts import parse
 from halfbyte.modules import refuse_broken
-from halfbyte.plans import Plan, ceiling, least
+from halfbyte.plans import Plan, ceiling, dense_kernel, least
 from halfbyte.plans import plan as plan_call
 from halfbyte.products import (
     PARTS,
@@ -187,7 +187,7 @@ class _Planner:
     def _say(self) -> None:
         dense = [one for one in self.run if one.kind == "dense"]
         for one in dense:
-            self.notes.append(f"{one.name} is dense: the checkpoint holds it as {one.dtype}; torch multiplies")
+            self.notes.append(f"{one.name} is dense: the checkpoint holds it as {one.dtype}")
         for one in self.run:
             if one.kind not in ("dense", "nvfp4", "fp8"):
                 self.notes.append(f"{one.name} is {one.kind}, which no kernel runs: halfbyte convert makes it NVFP4")
@@ -320,7 +320,7 @@ class _Planner:
             asked = touched(one.experts, taken, count)
             rows = max(1, ceil(count * taken / asked - 1e-9))
         calls = one.count * asked
-        found = self._by_torch(one, rows) if form is None or self._decoded(one) else self._call(one, form, rows)
+        found = self._dense(one, rows) if form is None or self._decoded(one) else self._call(one, form, rows)
         seconds = found["expected"] if found["expected"] is not None else found["least"]
         return (
             {"tokens": count, "rows": rows, "calls": round(calls, 2)}
@@ -347,14 +347,17 @@ class _Planner:
         """Whether an FP8 weight is not multiplied in FP8."""
         return one.kind == "fp8" and (self.precision != "fp8" or one.blocks)
 
-    def _by_torch(self, one: Product, rows: int) -> dict[str, Any]:
-        """What torch multiplies: it was not measured, so the least that the GPU takes is all that is known."""
+    def _dense(self, one: Product, rows: int) -> dict[str, Any]:
+        """By a dense weight: it was not measured, so the least that the GPU takes is all that is known."""
         (n, k), size = one.shape, DTYPES[self.dtype]
         fp8 = one.kind == "fp8"  # whose values are written and read once in each call
         nbytes = (n * k * (1 + 2 * size) if fp8 else n * k * one.values) + size * rows * (n + k)
         why = "FP8, decoded in each call" if fp8 else f"stored as {one.dtype}"
+        kernel = "torch"
+        if not fp8 and one.experts is None and self.library != "numpy":
+            kernel = dense_kernel((n, k), rows=rows, dtype=self.dtype, bias=one.bias, device=self.device)
         return _nothing(why) | {
-            "kernel": "torch",
+            "kernel": kernel,
             "bytes": nbytes,
             "least": least(self.device, nbytes, 2 * rows * n * k),
             "scratch_bytes": size * n * k if fp8 else 0,
