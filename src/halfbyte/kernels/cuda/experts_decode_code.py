@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from halfbyte.kernels.cuda.decode_gluon_code import (
     _activated,
+    _bits,
     _codes_layout,
     _pair,
     _scales_layout,
@@ -726,4 +727,308 @@ def one_second(
             null = gl.where((number >= 0) & (number < EXPERTS), 1, 0).to(gl.int64)
             number = gl.minimum(gl.maximum(number, -2147483648), 2147483647)
             gl.store(refused_ptr, (number << 32) | (null << 31) | (refused + 1).to(gl.int64))
+    gl.store(out_ptr + n, sums.to(out_ptr.dtype.element_ty), mask=(n >= first) & (n < N))
+
+
+@gluon.constexpr_function
+def _pairs_layout(W, R):
+    """Of copies of scales, two units' bytes of 16 lanes each: (W, R, 16) words."""
+    lanes = [[0, 0, i] for i in _bits(1, 16)] + [[0, 1 if R > 1 else 0, 0]]
+    return gl.DistributedLinearLayout(
+        [[0, r, 0] for r in _bits(2, R)] if R > 2 else [], lanes, [[w, 0, 0] for w in _bits(1, W)], [], [W, R, 16]
+    )
+
+
+@gluon.constexpr_function
+def _summed_layout(S, KW, W):
+    """Of sums (S, KW, rows): a lane has all of a row."""
+    return gl.BlockedLayout([S, KW, 1], [1, 1, 32], [1, 1, W], [2, 1, 0])
+
+
+@gluon.jit
+def _copy(
+    codes_to, scales_to, codes_at, scales_at, cw, sw, u, W: gl.constexpr, LEFT: gl.constexpr, KEEP: gl.constexpr
+):  # fmt: skip
+    """Unit u of each warp and its scales come to shared memory."""
+    at = codes_at + u * (W * 128)
+    scales = scales_at + u * (W * 16)
+    if LEFT >= W:
+        async_copy.async_copy_global_to_shared(codes_to, at, eviction_policy=KEEP)
+        async_copy.async_copy_global_to_shared(scales_to, scales, eviction_policy=KEEP)
+    else:
+        async_copy.async_copy_global_to_shared(codes_to, at, mask=cw < LEFT, eviction_policy=KEEP)
+        async_copy.async_copy_global_to_shared(scales_to, scales, mask=sw < LEFT, eviction_policy=KEEP)
+
+
+@gluon.jit
+def _apart(values, S: gl.constexpr):
+    """(rows, S) -> S of (rows,), in order."""
+    ROWS: gl.constexpr = values.shape[0]
+    found = (values,)
+    for i in gl.static_range(S.bit_length() - 1):
+        halves = ()
+        for p in gl.static_range(1 << i):
+            one, two = gl.split(found[p].reshape(ROWS, 2, S >> (i + 1)).permute(0, 2, 1))
+            halves = halves + (one, two)
+        found = halves
+    return found
+
+
+@gluon.jit
+def one_first_held(
+    codes_ptr,
+    scales_ptr,
+    scale2_ptr,
+    x_ptr,
+    bias_ptr,
+    out_ptr,
+    indices_ptr,
+    places_ptr,
+    N: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+    K: gl.constexpr,
+    R: gl.constexpr,
+    C: gl.constexpr,
+    PER_ROW: gl.constexpr,
+    BIAS: gl.constexpr,
+    DECODE: gl.constexpr,
+    SCALE: gl.constexpr,
+    FACTOR: gl.constexpr,
+    KEEP: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    GATED: gl.constexpr,
+    UP_FIRST: gl.constexpr,
+    LIMIT: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    FIRST: gl.constexpr,
+    LOCAL: gl.constexpr,
+    NULL: gl.constexpr,
+    UNKNOWN: gl.constexpr,
+    EARLY: gl.constexpr,
+):
+    """As ``one_first`` where no slot is skipped; a program asks for all its weights at once, to shared memory."""
+    W: gl.constexpr = gl.num_warps()
+    HALF: gl.constexpr = x_ptr.dtype.element_ty
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    CODES: gl.constexpr = _codes_layout(W, R)
+    PAIRS: gl.constexpr = _pairs_layout(W, R)
+    X: gl.constexpr = _x_layout(W, 8)
+    UNITS: gl.constexpr = (K + 63) // 64
+    STEPS: gl.constexpr = (UNITS + W - 1) // W
+    T: gl.constexpr = R // 2 if GATED else R
+    WIDTH: gl.constexpr = N // 2 if GATED else N
+    STRIPES: gl.constexpr = (N + 15) // 16
+    PART: gl.constexpr = N // 32 if GATED else STRIPES
+    RUNS: gl.constexpr = (STEPS + C - 1) // C
+    PARTS: gl.constexpr = 2 if GATED else 1
+    SUMS: gl.constexpr = _summed_layout(W, PARTS, W)
+
+    if EARLY:
+        _launch_dependents()
+    else:
+        _wait()
+        _launch_dependents()
+    slot = gl.program_id(0) // PROGRAMS
+    group = gl.program_id(0) % PROGRAMS
+    place = _place(indices_ptr + slot, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
+    place = gl.maximum(place, 0)
+    cw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))[:, None, None]
+    cr = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))[None, :, None]
+    ci = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, CODES)))[None, None, :]
+    codes_in = _stripe(cr, T, PART) * (UNITS * 128) + cw * 128 + ci
+    sw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))[:, None, None]
+    sr = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))[None, :, None]
+    si = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, PAIRS)))[None, None, :]
+    scales_in = _stripe(sr, T, PART) * (UNITS * 16) + sw * 16 + si
+    xw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None, None]
+    xm = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
+    xk = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
+    x_k = (xm * W + xw) * 64 + xk // 4 * 16
+    x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + ((xm * W + xw) * 32 + xk // 4 * 8 + xk % 4)
+
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    codes_held = ()
+    scales_held = ()
+    for _ in gl.static_range(STEPS):
+        codes_held = codes_held + (gl.allocate_shared_memory(gl.int32, [W, R, 128], PLAIN),)
+        scales_held = scales_held + (gl.allocate_shared_memory(gl.int32, [W, R, 16], PLAIN),)
+    words = ()
+    if not EARLY:
+        for j in gl.static_range((STEPS + 7) // 8):
+            words = words + (_words(x_at + j * W * 256, None, x_k + j * W * 512 < K, 8),)
+    tile = gl.minimum(group * T, PART - T)
+    from_here = (place * STRIPES + tile).to(gl.int64)
+    codes_at = codes_ptr + (from_here * (UNITS * 128) + codes_in)
+    scales_at = scales_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (from_here * (UNITS * 16) + scales_in)
+    for j in gl.static_range(STEPS):
+        _copy(
+            codes_held[j], scales_held[j], codes_at, scales_at, cw, sw, j, W, UNITS - j * W, KEEP
+        )  # fmt: skip
+        if (j + 1) % C == 0 or j + 1 == STEPS:
+            async_copy.commit_group()
+    half = gl.arange(0, PARTS, layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))[:, None]
+    row = gl.arange(0, T * 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, SUMS)))[None, :]
+    n = (tile + half * PART) * 16 + row
+    if PER_ROW:
+        scale2 = gl.load(scale2_ptr + place * N + n, mask=n < N, other=0.0)
+    else:
+        scale2 = gl.load(scale2_ptr + place)
+    if BIAS:
+        bias = gl.load(bias_ptr + place * N + n, mask=n < N, other=0.0).to(gl.float32)
+    if EARLY:
+        _wait()
+        for j in gl.static_range((STEPS + 7) // 8):
+            words = words + (_words(x_at + j * W * 256, None, x_k + j * W * 512 < K, 8),)
+
+    acc = gl.zeros([W, R * 16, 8], gl.float32, MMA)
+    for j in gl.static_range(STEPS):
+        if j % C == 0:
+            async_copy.wait_group(RUNS - 1 - j // C)
+        x = _operand(_only(words[j // 8], (xm == j % 8) & (xk < 16) & (xw < W)), W, 8, B, HALF)
+        codes = codes_held[j].load(CODES)
+        scales = scales_held[j]._reinterpret(gl.int16, [W, R, 32], PLAIN).load(_scales_layout(W, R))
+        acc = mma_v2(_weights(codes, scales, W, R, A, HALF, DECODE, SCALE), x, acc)
+    total = gl.sum(gl.convert_layout(gl.sum(acc, axis=2).reshape(W, PARTS, T * 16), SUMS), axis=0)
+    total = total * (scale2 * FACTOR)
+    if BIAS:
+        total = total + bias
+    if GATED:
+        one, two = gl.split(total.permute(1, 0))
+        total = _gated(two, one, ACTIVATION, LIMIT) if UP_FIRST else _gated(one, two, ACTIVATION, LIMIT)
+    else:
+        total = _activated(total.reshape(T * 16), ACTIVATION)
+    n = tile * 16 + gl.arange(0, T * 16, layout=total.type.layout)
+    gl.store(
+        out_ptr + (slot * WIDTH + n),
+        total.to(out_ptr.dtype.element_ty),
+        mask=(n >= group * (16 * T)) & (n < WIDTH),
+    )
+
+
+@gluon.jit
+def one_second_held(
+    codes_ptr,
+    scales_ptr,
+    scale2_ptr,
+    h_ptr,
+    bias_ptr,
+    out_ptr,
+    indices_ptr,
+    places_ptr,
+    weights_ptr,
+    refused_ptr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    TOP: gl.constexpr,
+    R: gl.constexpr,
+    C: gl.constexpr,
+    PER_ROW: gl.constexpr,
+    BIAS: gl.constexpr,
+    DECODE: gl.constexpr,
+    SCALE: gl.constexpr,
+    FACTOR: gl.constexpr,
+    KEEP: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    FIRST: gl.constexpr,
+    LOCAL: gl.constexpr,
+    NULL: gl.constexpr,
+    UNKNOWN: gl.constexpr,
+):
+    """As ``one_second`` where no slot is skipped: a part of the warps has a slot, and all weights are asked for."""
+    W: gl.constexpr = gl.num_warps()
+    HALF: gl.constexpr = h_ptr.dtype.element_ty
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    CODES: gl.constexpr = _codes_layout(W, R)
+    PAIRS: gl.constexpr = _pairs_layout(W, R)
+    X: gl.constexpr = _x_layout(W, 8)
+    KW: gl.constexpr = W // TOP
+    SUMS: gl.constexpr = _summed_layout(TOP, KW, W)
+    UNITS: gl.constexpr = (K + 63) // 64
+    STEPS: gl.constexpr = (UNITS + KW - 1) // KW
+    STRIPES: gl.constexpr = (N + 15) // 16
+    RUNS: gl.constexpr = (STEPS + C - 1) // C
+
+    _launch_dependents()
+    group = gl.program_id(0)
+    first = group * (16 * R)
+    tile = gl.minimum(group * R, STRIPES - R)
+    cw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))[:, None, None]
+    cr = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))[None, :, None]
+    ci = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, CODES)))[None, None, :]
+    sw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))[:, None, None]
+    sr = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))[None, :, None]
+    si = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, PAIRS)))[None, None, :]
+    place = _place(indices_ptr + cw // KW, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
+    from_here = (gl.maximum(place, 0) * STRIPES + tile).to(gl.int64)
+    codes_at = codes_ptr + from_here * (UNITS * 128) + (cr * (UNITS * 128) + cw % KW * 128 + ci)
+    place = _place(indices_ptr + sw // KW, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
+    from_here = (gl.maximum(place, 0) * STRIPES + tile).to(gl.int64)
+    scales_at = scales_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    scales_at = scales_at + from_here * (UNITS * 16) + (sr * (UNITS * 16) + sw % KW * 16 + si)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    codes_held = ()
+    scales_held = ()
+    for _ in gl.static_range(STEPS):
+        codes_held = codes_held + (gl.allocate_shared_memory(gl.int32, [W, R, 128], PLAIN),)
+        scales_held = scales_held + (gl.allocate_shared_memory(gl.int32, [W, R, 16], PLAIN),)
+    for j in gl.static_range(STEPS):
+        _copy(
+            codes_held[j], scales_held[j], codes_at, scales_at, cw % KW, sw % KW, j, KW, UNITS - j * KW,
+            KEEP,
+        )  # fmt: skip
+        if (j + 1) % C == 0 or j + 1 == STEPS:
+            async_copy.commit_group()
+
+    p = gl.arange(0, TOP, layout=gl.SliceLayout(1, gl.SliceLayout(1, SUMS)))[:, None]
+    rows = gl.arange(0, R * 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))
+    n = tile * 16 + rows
+    place = _place(indices_ptr + p, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
+    refused = gl.max(gl.max(gl.where(place < -1, p, -1), axis=1), axis=0)
+    place = gl.maximum(place, 0)
+    if PER_ROW:
+        factors = gl.load(scale2_ptr + (place * N + n[None, :]), mask=(n < N)[None, :], other=0.0) * FACTOR
+    else:
+        factors = gl.load(scale2_ptr + place) * FACTOR
+    if BIAS:
+        added = gl.load(bias_ptr + (place * N + n[None, :]), mask=(n < N)[None, :], other=0.0).to(gl.float32)
+    shares = gl.load(weights_ptr + p).to(gl.float32)
+    xw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None, None]
+    xm = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
+    xk = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
+    h_k = (xm * KW + xw % KW) * 64 + xk // 4 * 16
+    h_at = h_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + xw // KW * (K // 2)
+    h_at = h_at + ((xm * KW + xw % KW) * 32 + xk // 4 * 8 + xk % 4)
+    _wait()
+    words = ()
+    for j in gl.static_range((STEPS + 7) // 8):
+        words = words + (_words(h_at + j * KW * 256, None, h_k + j * KW * 512 < K, 8),)
+
+    acc = gl.zeros([W, R * 16, 8], gl.float32, MMA)
+    for j in gl.static_range(STEPS):
+        if j % C == 0:
+            async_copy.wait_group(RUNS - 1 - j // C)
+        x = _operand(_only(words[j // 8], (xm == j % 8) & (xk < 16) & (xw < W)), W, 8, B, HALF)
+        codes = codes_held[j].load(CODES)
+        scales = scales_held[j]._reinterpret(gl.int16, [W, R, 32], PLAIN).load(_scales_layout(W, R))
+        acc = mma_v2(_weights(codes, scales, W, R, A, HALF, DECODE, SCALE), x, acc)
+    total = gl.convert_layout(gl.sum(acc, axis=2).reshape(TOP, KW, R * 16), SUMS)
+    total = gl.sum(total, axis=1) * factors
+    if BIAS:
+        total = total + added
+    parts = _apart((total * shares).permute(1, 0), TOP)
+    sums = parts[0].reshape(R * 16)
+    for i in gl.static_range(1, TOP):
+        sums = sums + parts[i].reshape(R * 16)
+    if refused >= 0:
+        sums = gl.full(sums.shape, float("nan"), gl.float32, sums.type.layout)
+        if group == 0:
+            number = gl.load(indices_ptr + refused).to(gl.int64)
+            null = gl.where((number >= 0) & (number < EXPERTS), 1, 0).to(gl.int64)
+            number = gl.minimum(gl.maximum(number, -2147483648), 2147483647)
+            gl.store(refused_ptr, (number << 32) | (null << 31) | (refused + 1).to(gl.int64))
+    n = tile * 16 + gl.arange(0, R * 16, layout=sums.type.layout)
     gl.store(out_ptr + n, sums.to(out_ptr.dtype.element_ty), mask=(n >= first) & (n < N))
