@@ -775,6 +775,15 @@ def _apart(values, S: gl.constexpr):
 
 
 @gluon.jit
+def _of_column(acc, j: gl.constexpr):
+    """(W, rows, 8) -> (W, rows, 4), whose sum is column j."""
+    even, odd = gl.split(acc.reshape(acc.shape[0], acc.shape[1], 4, 2))
+    picked = even if j % 2 == 0 else odd
+    q = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, picked.type.layout)))[None, None, :]
+    return gl.where(q == j // 2, picked, 0.0)
+
+
+@gluon.jit
 def one_first_held(
     codes_ptr,
     scales_ptr,
@@ -787,8 +796,11 @@ def one_first_held(
     N: gl.constexpr,
     PROGRAMS: gl.constexpr,
     K: gl.constexpr,
+    TOP: gl.constexpr,
     R: gl.constexpr,
+    I: gl.constexpr,
     C: gl.constexpr,
+    PICK: gl.constexpr,
     PER_ROW: gl.constexpr,
     BIAS: gl.constexpr,
     DECODE: gl.constexpr,
@@ -821,19 +833,21 @@ def one_first_held(
     WIDTH: gl.constexpr = N // 2 if GATED else N
     STRIPES: gl.constexpr = (N + 15) // 16
     PART: gl.constexpr = N // 32 if GATED else STRIPES
-    RUNS: gl.constexpr = (STEPS + C - 1) // C
     PARTS: gl.constexpr = 2 if GATED else 1
-    SUMS: gl.constexpr = _summed_layout(W, PARTS, W)
+    ROOM: gl.constexpr = 1 << (I - 1).bit_length()
+    SUMS: gl.constexpr = gl.BlockedLayout([1, W, PARTS, 1], [1, 1, 1, 32], [ROOM, 1, 1, W // ROOM], [3, 2, 1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
 
-    if EARLY:
-        _launch_dependents()
-    else:
+    if not EARLY:
         _wait()
-        _launch_dependents()
-    slot = gl.program_id(0) // PROGRAMS
-    group = gl.program_id(0) % PROGRAMS
-    place = _place(indices_ptr + slot, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
-    place = gl.maximum(place, 0)
+    _launch_dependents()
+    first = gl.program_id(0) * I
+    places = ()
+    for i in gl.static_range(I):
+        slot = gl.minimum(first + i, TOP * PROGRAMS - 1) // PROGRAMS
+        place = _place(indices_ptr + slot, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
+        places = places + (gl.maximum(place, 0),)
     cw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))[:, None, None]
     cr = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))[None, :, None]
     ci = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, CODES)))[None, None, :]
@@ -848,28 +862,30 @@ def one_first_held(
     x_k = (xm * W + xw) * 64 + xk // 4 * 16
     x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + ((xm * W + xw) * 32 + xk // 4 * 8 + xk % 4)
 
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    codes_held = ()
-    scales_held = ()
-    for _ in gl.static_range(STEPS):
-        codes_held = codes_held + (gl.allocate_shared_memory(gl.int32, [W, R, 128], PLAIN),)
-        scales_held = scales_held + (gl.allocate_shared_memory(gl.int32, [W, R, 16], PLAIN),)
     words = ()
     if not EARLY:
         for j in gl.static_range((STEPS + 7) // 8):
             words = words + (_words(x_at + j * W * 256, None, x_k + j * W * 512 < K, 8),)
+    codes_held = ()
+    scales_held = ()
+    for i in gl.static_range(I):
+        tile = gl.minimum(gl.minimum(first + i, TOP * PROGRAMS - 1) % PROGRAMS * T, PART - T)
+        from_here = (places[i] * STRIPES + tile).to(gl.int64)
+        codes_at = codes_ptr + (from_here * (UNITS * 128) + codes_in)
+        scales_at = scales_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (from_here * (UNITS * 16) + scales_in)
+        for j in gl.static_range(STEPS):
+            codes_held = codes_held + (gl.allocate_shared_memory(gl.int32, [W, R, 128], PLAIN),)
+            scales_held = scales_held + (gl.allocate_shared_memory(gl.int32, [W, R, 16], PLAIN),)
+            _copy(codes_held[i * STEPS + j], scales_held[i * STEPS + j], codes_at, scales_at, cw, sw, j, W, UNITS - j * W, KEEP)
+            if (i * STEPS + j + 1) % C == 0 or i * STEPS + j + 1 == I * STEPS:
+                async_copy.commit_group()
+    item = gl.arange(0, ROOM, layout=gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
+    at = gl.minimum(first + item, TOP * PROGRAMS - 1) // PROGRAMS
+    group = gl.minimum(first + item, TOP * PROGRAMS - 1) % PROGRAMS
+    place = gl.maximum(_place(indices_ptr + at, places_ptr, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN), 0)
     tile = gl.minimum(group * T, PART - T)
-    from_here = (place * STRIPES + tile).to(gl.int64)
-    codes_at = codes_ptr + (from_here * (UNITS * 128) + codes_in)
-    scales_at = scales_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (from_here * (UNITS * 16) + scales_in)
-    for j in gl.static_range(STEPS):
-        _copy(
-            codes_held[j], scales_held[j], codes_at, scales_at, cw, sw, j, W, UNITS - j * W, KEEP
-        )  # fmt: skip
-        if (j + 1) % C == 0 or j + 1 == STEPS:
-            async_copy.commit_group()
-    half = gl.arange(0, PARTS, layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))[:, None]
-    row = gl.arange(0, T * 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, SUMS)))[None, :]
+    half = gl.arange(0, PARTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None]
+    row = gl.arange(0, T * 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))[None, None, :]
     n = (tile + half * PART) * 16 + row
     if PER_ROW:
         scale2 = gl.load(scale2_ptr + place * N + n, mask=n < N, other=0.0)
@@ -882,28 +898,37 @@ def one_first_held(
         for j in gl.static_range((STEPS + 7) // 8):
             words = words + (_words(x_at + j * W * 256, None, x_k + j * W * 512 < K, 8),)
 
-    acc = gl.zeros([W, R * 16, 8], gl.float32, MMA)
-    for j in gl.static_range(STEPS):
-        if j % C == 0:
-            async_copy.wait_group(RUNS - 1 - j // C)
-        x = _operand(_only(words[j // 8], (xm == j % 8) & (xk < 16) & (xw < W)), W, 8, B, HALF)
-        codes = codes_held[j].load(CODES)
-        scales = scales_held[j]._reinterpret(gl.int16, [W, R, 32], PLAIN).load(_scales_layout(W, R))
-        acc = mma_v2(_weights(codes, scales, W, R, A, HALF, DECODE, SCALE), x, acc)
-    total = gl.sum(gl.convert_layout(gl.sum(acc, axis=2).reshape(W, PARTS, T * 16), SUMS), axis=0)
-    total = total * (scale2 * FACTOR)
+    held = gl.allocate_shared_memory(gl.float32, [ROOM, W, R * 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    for i in gl.static_range(I):
+        for j in gl.static_range(STEPS):
+            if (i * STEPS + j) % C == 0:
+                async_copy.wait_group((I * STEPS + C - 1) // C - 1 - (i * STEPS + j) // C)
+            codes = codes_held[i * STEPS + j].load(CODES)
+            scales = scales_held[i * STEPS + j]._reinterpret(gl.int16, [W, R, 32], PLAIN).load(_scales_layout(W, R))
+            w = _weights(codes, scales, W, R, A, HALF, DECODE, SCALE)
+            if PICK:
+                one = mma_v2(w, _operand(words[j // 8], W, 8, B, HALF), gl.zeros([W, R * 16, 8], gl.float32, MMA))
+                picked = _of_column(one, j % 8)
+                acc = picked if j == 0 else acc + picked
+            else:
+                x = _operand(_only(words[j // 8], (xm == j % 8) & (xk < 16) & (xw < W)), W, 8, B, HALF)
+                acc = mma_v2(w, x, gl.zeros([W, R * 16, 8], gl.float32, MMA) if j == 0 else acc)
+        held.slice(i, 1, 0).store(gl.sum(acc, axis=2).reshape(1, W, R * 16))
+    total = gl.sum(held.reshape([ROOM, W, PARTS, T * 16]).load(SUMS), axis=1) * (scale2 * FACTOR)
     if BIAS:
         total = total + bias
     if GATED:
-        one, two = gl.split(total.permute(1, 0))
+        one, two = gl.split(total.permute(0, 2, 1))
         total = _gated(two, one, ACTIVATION, LIMIT) if UP_FIRST else _gated(one, two, ACTIVATION, LIMIT)
     else:
-        total = _activated(total.reshape(T * 16), ACTIVATION)
-    n = tile * 16 + gl.arange(0, T * 16, layout=total.type.layout)
+        total = _activated(total.reshape(ROOM, T * 16), ACTIVATION)
+    item = gl.arange(0, ROOM, layout=gl.SliceLayout(1, total.type.layout))[:, None]
+    each = gl.minimum(first + item, TOP * PROGRAMS - 1)
+    n = gl.minimum(each % PROGRAMS * T, PART - T) * 16 + gl.arange(0, T * 16, layout=gl.SliceLayout(0, total.type.layout))[None, :]
     gl.store(
-        out_ptr + (slot * WIDTH + n),
+        out_ptr + (each // PROGRAMS * WIDTH + n),
         total.to(out_ptr.dtype.element_ty),
-        mask=(n >= group * (16 * T)) & (n < WIDTH),
+        mask=(n >= each % PROGRAMS * (16 * T)) & (n < WIDTH) & (item < I),
     )
 
 
@@ -924,6 +949,7 @@ def one_second_held(
     TOP: gl.constexpr,
     R: gl.constexpr,
     C: gl.constexpr,
+    PICK: gl.constexpr,
     PER_ROW: gl.constexpr,
     BIAS: gl.constexpr,
     DECODE: gl.constexpr,
@@ -1007,14 +1033,19 @@ def one_second_held(
     for j in gl.static_range((STEPS + 7) // 8):
         words = words + (_words(h_at + j * KW * 256, None, h_k + j * KW * 512 < K, 8),)
 
-    acc = gl.zeros([W, R * 16, 8], gl.float32, MMA)
     for j in gl.static_range(STEPS):
         if j % C == 0:
             async_copy.wait_group(RUNS - 1 - j // C)
-        x = _operand(_only(words[j // 8], (xm == j % 8) & (xk < 16) & (xw < W)), W, 8, B, HALF)
         codes = codes_held[j].load(CODES)
         scales = scales_held[j]._reinterpret(gl.int16, [W, R, 32], PLAIN).load(_scales_layout(W, R))
-        acc = mma_v2(_weights(codes, scales, W, R, A, HALF, DECODE, SCALE), x, acc)
+        w = _weights(codes, scales, W, R, A, HALF, DECODE, SCALE)
+        if PICK:
+            one = mma_v2(w, _operand(words[j // 8], W, 8, B, HALF), gl.zeros([W, R * 16, 8], gl.float32, MMA))
+            picked = _of_column(one, j % 8)
+            acc = picked if j == 0 else acc + picked
+        else:
+            x = _operand(_only(words[j // 8], (xm == j % 8) & (xk < 16) & (xw < W)), W, 8, B, HALF)
+            acc = mma_v2(w, x, gl.zeros([W, R * 16, 8], gl.float32, MMA) if j == 0 else acc)
     total = gl.convert_layout(gl.sum(acc, axis=2).reshape(TOP, KW, R * 16), SUMS)
     total = gl.sum(total, axis=1) * factors
     if BIAS:
