@@ -39,7 +39,13 @@ MOST_AT_ONCE: Final = 2048
 """Slots that a program looks at, of up to ``MOST_BINS`` experts; with more of either there are three launches."""
 MOST_BINS: Final = 128
 COUNTED: Final = 64
-"""Slots of a program where there are more launches."""
+"""Slots of a program where there are more launches, at the least."""
+MOST_COUNTED: Final = 256
+"""At the most, where there are two."""
+TABLE: Final = 16384
+"""Counts that a program adds up at once, where there are two launches."""
+TILES: Final = 1
+"""How often it does."""
 ROWS: Final = 128
 SOME: Final = 16
 """Chunks and places that a program adds up at once."""
@@ -135,13 +141,24 @@ class Lists:
     @property
     def at_once(self) -> bool:
         """Whether there is one launch."""
-        return self.tokens * self.top * max(MOST_BINS, _bins(self.numbers)) <= MOST_AT_ONCE * MOST_BINS
+        return self.launches == 1
+
+    @property
+    def launches(self) -> int:
+        """One, or with more slots two, or three."""
+        slots, bins = self.tokens * self.top, _bins(self.numbers)
+        if slots * max(MOST_BINS, bins) <= MOST_AT_ONCE * MOST_BINS:
+            return 1
+        return 2 if slots * bins <= MOST_COUNTED * TILES * TABLE else 3
 
     @property
     def chunk(self) -> int:
         """Slots of a program."""
-        if not self.at_once:
+        if self.launches == 3:
             return COUNTED
+        if self.launches == 2:
+            each = -(-self.tokens * self.top * _bins(self.numbers) // (TILES * TABLE))
+            return max(COUNTED, 1 << (each - 1).bit_length())
         return 32 if self.tokens * self.top <= MOST_AT_ONCE // 2 or _bins(self.numbers) <= 64 else 64
 
     @property
@@ -195,7 +212,7 @@ def counts_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str
     signature = {"indices": IDS[made.ids], "places": "*i32", "table": "*i32:16", "SLOTS": "i32"}
     numbers = made.numbers.constants()
     constants = {
-        "CHUNK": COUNTED,
+        "CHUNK": made.chunk,
         "BINS": _bins(made.numbers),
         **{name: numbers[name] for name in ("EXPERTS", "FIRST", "LOCAL")},
         "EARLY": capability >= HOPPER,
@@ -214,6 +231,7 @@ def lists_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str,
     slots = made.tokens * made.top
     every = max(made.chunk, 1 << (slots - 1).bit_length()) if made.at_once else 0
     bins = _bins(made.numbers)
+    rows = min(TABLE // bins, max(1, 1 << (made.chunks - 1).bit_length()))
     signature = {
         "indices": IDS[made.ids], "places": "*i32", "blocks": "*i32:16", "slots": "*i32:16", "count": "*i32:16",
         "offsets": "*i32:16", "table": "*i32:16", "refused": "*i64", "SLOTS": "i32",
@@ -222,11 +240,15 @@ def lists_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str,
         "SIZE": made.size,
         "CHUNK": made.chunk,
         "ALL": every,
+        "ROWS": rows if made.launches == 2 else 0,
+        "TILES": -(-made.chunks // rows),
+        "FILL": 0 if made.at_once else 1 << (made.size - 1).bit_length(),
         "BINS": bins,
         **made.numbers.constants(),
         "EARLY": capability >= HOPPER,
     }
-    return signature, constants, 8 if every > MOST_AT_ONCE // 2 and made.chunk > 32 else 4
+    many = made.launches == 2 or (every > MOST_AT_ONCE // 2 and made.chunk > 32)
+    return signature, constants, 8 if many else 4
 
 
 def runs_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str, Any], int]:
@@ -259,6 +281,7 @@ def combine_parts(
         "TOP": top,
         "BLOCK": block_of(h, tokens, numbers),
         "SPARSE": _sparse(h, tokens, numbers),
+        "KEEP": "evict_first",
         **numbers.constants(),
         "EARLY": capability >= HOPPER,
     }
@@ -296,8 +319,9 @@ def bind_lists(
     slots = made.tokens * made.top
     run = _program(lists, lists_parts(made, capability), device, early)
     count = add = None
-    if not made.at_once:
+    if made.launches > 1:
         count = _program(counts, counts_parts(made, capability), device, early)
+    if made.launches == 3:
         add = _program(sums, sums_parts(made, capability), device, early)
     chunks, some = (made.chunks, 1, 1), (-(-_bins(made.numbers) // SOME), 1, 1)
     words = (made.blocks, made.slots, made.count, made.offsets, made.table)
@@ -311,8 +335,9 @@ def bind_lists(
         else:
             ids, told = indices.data_ptr(), noted.data_ptr()
             blocks, listed, total, offsets, table = [memory + WORD * word for word in words]
-        if count is not None and add is not None:
+        if count is not None:
             count(chunks, (ids, named, table, slots))
+        if add is not None:
             add(some, (table, made.chunks))
         run(chunks, (ids, named, blocks, listed, total, offsets, table, told, slots))
 

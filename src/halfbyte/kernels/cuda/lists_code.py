@@ -72,8 +72,8 @@ def sums(table, CHUNKS, ROWS: tl.constexpr, SOME: tl.constexpr, BINS: tl.constex
 @triton.jit(do_not_specialize=["SLOTS"])
 def lists(
     indices, places, blocks, slots, count, offsets, table, refused, SLOTS,
-    SIZE: tl.constexpr, CHUNK: tl.constexpr, ALL: tl.constexpr, BINS: tl.constexpr,
-    EXPERTS: tl.constexpr, FIRST: tl.constexpr, LOCAL: tl.constexpr, NULL: tl.constexpr, UNKNOWN: tl.constexpr,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr, ALL: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    FILL: tl.constexpr, BINS: tl.constexpr, EXPERTS: tl.constexpr, FIRST: tl.constexpr, LOCAL: tl.constexpr, NULL: tl.constexpr, UNKNOWN: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Where CHUNK slots go.
@@ -113,6 +113,14 @@ def lists(
             before = tl.histogram(tl.maximum(every, 0), BINS, mask=(every >= 0) & (each < start))
         else:
             before = tl.zeros([BINS], tl.int32)
+    elif ROWS:
+        total = tl.zeros([BINS], tl.int32)
+        before = tl.zeros([BINS], tl.int32)
+        for tile in tl.static_range(TILES):
+            row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+            found = tl.load(table + row * BINS + tl.arange(0, BINS)[None, :], mask=row < tl.num_programs(0), other=0)
+            total += tl.sum(found, 0)
+            before += tl.sum(tl.where(row < tl.program_id(0), found, 0), 0)
     else:
         total = tl.load(table + tl.num_programs(0) * BINS + tl.arange(0, BINS))
         before = tl.load(table + tl.program_id(0) * BINS + tl.arange(0, BINS))
@@ -126,22 +134,35 @@ def lists(
 
     slot = start + tl.arange(0, CHUNK)
     place = places_of(indices + slot, slot < SLOTS, places, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
-    again = start + tl.arange(0, CHUNK)
-    theirs = places_of(indices + again, again < SLOTS, places, EXPERTS, FIRST, LOCAL, -1, -1)
-    same = (theirs[None, :] == place[:, None]) & (again[None, :] < slot[:, None])
     listed = place >= 0
     own = tl.maximum(place, 0)
-    rank = tl.gather(before, own, 0) + tl.sum(same.to(tl.int32), 1)
+    PART: tl.constexpr = min(CHUNK, 32)
+    ahead = tl.zeros([CHUNK, PART], tl.int32)
+    for part in tl.static_range(0, CHUNK, PART):
+        again = start + part + tl.arange(0, PART)
+        theirs = places_of(indices + again, again < SLOTS, places, EXPERTS, FIRST, LOCAL, -1, -1)
+        ahead += ((theirs[None, :] == place[:, None]) & (again[None, :] < slot[:, None])).to(tl.int32)
+    rank = tl.gather(before, own, 0) + tl.sum(ahead, 1)
     base = tl.gather(block, own, 0)
     last = listed & (rank + 1 == tl.gather(total, own, 0))
     tl.store(blocks + base + rank // SIZE, place, mask=listed & (rank % SIZE == 0))
     to = base * SIZE + rank
     tl.store(slots + to, slot, mask=listed)
-    STEP: tl.constexpr = 8 if SIZE > 8 else SIZE
-    for step in tl.static_range(0, SIZE, STEP):
-        after = 1 + step + tl.arange(0, STEP)[None, :]
-        empty = last[:, None] & (rank[:, None] % SIZE + after < SIZE)
-        tl.store(slots + (to[:, None] + after), -1, mask=empty)
+    if FILL:
+        each = tl.arange(0, FILL)
+        own_bin = tl.program_id(0)
+        while own_bin < LOCAL:
+            mine = tl.arange(0, BINS) == own_bin
+            many = tl.sum(tl.where(mine, total, 0), 0)
+            end = tl.sum(tl.where(mine, block, 0), 0) * SIZE + many
+            tl.store(slots + end + each, -1, mask=each < (SIZE - many % SIZE) % SIZE)
+            own_bin += tl.num_programs(0)
+    else:
+        STEP: tl.constexpr = 8 if SIZE > 8 else SIZE
+        for step in tl.static_range(0, SIZE, STEP):
+            after = 1 + step + tl.arange(0, STEP)[None, :]
+            empty = last[:, None] & (rank[:, None] % SIZE + after < SIZE)
+            tl.store(slots + (to[:, None] + after), -1, mask=empty)
     if NULL < -1 or UNKNOWN < -1:
         worst = tl.min(tl.where((place < -1) & (slot < SLOTS), slot, SLOTS), 0)
         if worst < SLOTS:
@@ -210,8 +231,8 @@ def runs(
 @triton.jit
 def combine(
     y, indices, weights, places, out, H,
-    TOP: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr, EXPERTS: tl.constexpr, FIRST: tl.constexpr,
-    LOCAL: tl.constexpr, NULL: tl.constexpr, UNKNOWN: tl.constexpr, EARLY: tl.constexpr,
+    TOP: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr, KEEP: tl.constexpr, EXPERTS: tl.constexpr,
+    FIRST: tl.constexpr, LOCAL: tl.constexpr, NULL: tl.constexpr, UNKNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK values of a token: the results of its slots, each times its weight, added in the order of the slots.
 
@@ -245,11 +266,13 @@ def combine(
         if SPARSE:
             if place >= 0:
                 weight = widened(tl.load(weights + slot), True)
-                total += tl.load(y + slot.to(tl.int64) * H + column, mask=column < H, other=0.0) * weight
+                at = y + slot.to(tl.int64) * H + column
+                total += tl.load(at, mask=column < H, other=0.0, eviction_policy=KEEP) * weight
         else:
             weight = tl.where(place >= 0, widened(tl.load(weights + slot), True), 0.0)
             there = (column < H) & (place >= 0)
-            total += tl.load(y + slot.to(tl.int64) * H + column, mask=there, other=0.0) * weight
+            at = y + slot.to(tl.int64) * H + column
+            total += tl.load(at, mask=there, other=0.0, eviction_policy=KEEP) * weight
         refused = refused | (place < -1)
     total = tl.where(refused, float("nan"), total)
     tl.store(out + token.to(tl.int64) * H + column, total.to(out.dtype.element_ty), mask=column < H)
