@@ -73,8 +73,8 @@ def sums(table, CHUNKS, ROWS: tl.constexpr, SOME: tl.constexpr, BINS: tl.constex
 def lists(
     indices, places, blocks, slots, count, offsets, table, refused, SLOTS,
     SIZE: tl.constexpr, CHUNK: tl.constexpr, ALL: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
-    FILL: tl.constexpr, BINS: tl.constexpr, EXPERTS: tl.constexpr, FIRST: tl.constexpr, LOCAL: tl.constexpr, NULL: tl.constexpr, UNKNOWN: tl.constexpr,
-    EARLY: tl.constexpr,
+    FILL: tl.constexpr, BINS: tl.constexpr, EXPERTS: tl.constexpr, FIRST: tl.constexpr, LOCAL: tl.constexpr,
+    NULL: tl.constexpr, UNKNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Where CHUNK slots go.
 
@@ -87,12 +87,16 @@ def lists(
         slots: SIZE for each block; -1 where a block is not full.
         count: (1,), of blocks.
         offsets: (LOCAL + 1,), of the slots of each place among all that have one.
-        table: (chunks + 1, BINS) as of ``sums``, if ALL is 0.
+        table: (chunks, BINS) as of ``counts``, or (chunks + 1, BINS) as of ``sums``, if ALL is 0.
         refused: (1,) i64: which slot is refused, as in ``halfbyte.kernels.cuda.refused``.
         SLOTS: how many there are.
         SIZE: slots of a block.
         CHUNK: slots of a program, a power of two.
         ALL: SLOTS or more, a power of two, if each program looks at all of them; else 0.
+        ROWS: if ALL is 0, rows of ``table`` that are added up at once, a power of two, where it is as of ``counts``;
+            else 0.
+        TILES: of so many.
+        FILL: SIZE or more, a power of two.
         BINS: LOCAL or more, a power of two.
         EXPERTS: as of ``places_of``.
         FIRST: as of ``places_of``.
@@ -148,15 +152,15 @@ def lists(
     tl.store(blocks + base + rank // SIZE, place, mask=listed & (rank % SIZE == 0))
     to = base * SIZE + rank
     tl.store(slots + to, slot, mask=listed)
-    if FILL:
-        each = tl.arange(0, FILL)
-        own_bin = tl.program_id(0)
-        while own_bin < LOCAL:
-            mine = tl.arange(0, BINS) == own_bin
+    if not ALL:
+        after = tl.arange(0, FILL)
+        one = tl.program_id(0)
+        while one < LOCAL:
+            mine = tl.arange(0, BINS) == one
             many = tl.sum(tl.where(mine, total, 0), 0)
             end = tl.sum(tl.where(mine, block, 0), 0) * SIZE + many
-            tl.store(slots + end + each, -1, mask=each < (SIZE - many % SIZE) % SIZE)
-            own_bin += tl.num_programs(0)
+            tl.store(slots + end + after, -1, mask=after < (SIZE - many % SIZE) % SIZE)
+            one += tl.num_programs(0)
     else:
         STEP: tl.constexpr = 8 if SIZE > 8 else SIZE
         for step in tl.static_range(0, SIZE, STEP):
@@ -246,6 +250,7 @@ def combine(
         TOP: slots of a token.
         BLOCK: a power of two.
         SPARSE: whether most slots are skipped, so that it pays to pass over them.
+        KEEP: eviction policy of y.
         EXPERTS: as of ``lists``.
         FIRST: as of ``lists``.
         LOCAL: as of ``lists``.
