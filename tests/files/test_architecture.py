@@ -235,7 +235,7 @@ TILED = {
     "gemm_gluon": {"decode_gluon"},
     "fp8_gluon": {"gemm_gluon"},
     "attend_gluon": {"step"},
-    "experts_decode": {"decode_gluon", "experts"},
+    "experts_decode": {"decode_gluon", "experts", "experts_held_code"},
     "experts_gemm": {"gemm_gluon", "fp8_gluon", "experts", "experts_order"},
     "experts_fp8": {"experts_gemm", "experts"},
     "grouped_gluon": {"experts_gemm"},
