@@ -37,9 +37,9 @@ def _bind(args: DenseArgs) -> Callable[..., None]:
 
 
 def _refuse(call: DenseCall) -> tuple[str, ...]:
-    reasons = [*why_not_torch(call.library)]
     if call.device != "cpu":
-        reasons.append(f"runs on the CPU, not on {call.device}")
+        return (f"runs on the CPU, not on {call.device}",)
+    reasons = [*why_not_torch(call.library)]
     if call.rows > MOST_ROWS:
         reasons.append(f"takes up to {MOST_ROWS} tokens, not {call.rows}")
     missing = jit.missing()

@@ -1,8 +1,8 @@
 """``dense`` on an NVIDIA GPU for one or two tokens, in plain Triton: the weight is read once, as it lies.
 
-A warp has a row of the weight, whose first 8 KiB are all on their way before any is multiplied. Of each 512 bytes a
-lane takes 16, and has a sum for each of its values; those are added first, in pairs and then one after the other, and
-the lanes' in a tree. A bias adds one rounding, and the result is rounded once:
+A warp has a row of the weight, of which up to 8 KiB are on their way before any is multiplied. Of each 512 bytes a lane
+takes 16, and has a sum for each of its values; those are added first, in pairs and then one after the other, and the
+lanes' in a tree. A bias adds one rounding, and the result is rounded once:
 
 ::
 
@@ -33,16 +33,16 @@ TYPES: Final = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 HOPPER: Final = 90
 """The compute capability from which on it starts before the kernel ahead has ended."""
 MOST_ROWS: Final = 2
-"""Tokens; of more each needs registers that hold weights here, and cuBLAS is as fast."""
-LEAST: Final = 1 << 27
-"""Bytes of a weight: beside cuBLAS it was measured on heads, which are larger."""
+"""Tokens; for each a warp reads as much of x as of the weight, so for more cuBLAS is faster."""
+LEAST: Final = 1 << 22
+"""Bytes of the smallest weight that was measured beside cuBLAS."""
 MULTIPLE: Final = 32
 """K is one of it."""
 STEP: Final = 512
 """Bytes of a row of the weight in a step of a warp."""
 WARPS: Final = 4
 AHEAD: Final = 16
-"""Steps whose weights are on their way."""
+"""Steps whose weights are on their way at the most; as many in each round of a row."""
 
 
 def parts(call: DenseCall, capability: int) -> tuple[Any, Any]:
@@ -51,7 +51,8 @@ def parts(call: DenseCall, capability: int) -> tuple[Any, Any]:
     bits = call.dtype == "bfloat16" and not capability
     of = "*i16" if bits else TYPES[call.dtype]
     signature = {"x": "*i32:16", "weight": "*i32:16", "bias": of, "out": f"{of}:16", "N": "i32", "K": "i32:16"}
-    ahead = min(AHEAD, -(-size // STEP))
+    steps = -(-size // STEP)
+    ahead = -(-steps // -(-steps // AHEAD))
     return signature, {
         "ROWS": call.rows,
         "W": WARPS,
@@ -118,12 +119,12 @@ def _refuse(call: DenseCall) -> tuple[str, ...]:
     if call.dtype not in TYPES:
         return (*reasons, f"takes {' or '.join(TYPES)}, not {call.dtype}")
     if call.rows > MOST_ROWS:
-        reasons.append(f"takes up to {MOST_ROWS} tokens, not {call.rows}: cuBLAS is as fast")
+        reasons.append(f"takes up to {MOST_ROWS} tokens, not {call.rows}: cuBLAS is faster")
     if not k or k % MULTIPLE:
         reasons.append(f"takes a K that is a multiple of {MULTIPLE}, not {k}")
     size = n * k * float_dtype(call.dtype).itemsize
     if size < LEAST:
-        reasons.append(f"is for weights of {LEAST >> 20} MiB or more, not of {size >> 20}: of those cuBLAS is as fast")
+        reasons.append(f"was measured on weights of {LEAST} bytes or more, not of {size}")
     return tuple(reasons)
 
 
