@@ -2,8 +2,8 @@
 
 A program computes ``tiles`` times 16 results of up to 8 slots of one expert, as ``decode_gluon`` does those of up to 8
 tokens: what is said there of the order of sums and of their error holds here. A slot's results depend on no other slot,
-and those of a token are added in the order of its slots. So equal calls give equal bits. Another number of tokens may
-take another configuration, which adds the terms of a product in another order.
+and those of a token are added in the order of its slots. So equal calls give equal bits. Another number of tokens, or
+a routing that is settled, may take another configuration, which adds the terms of a product in another order.
 
 Slots are listed by expert first and added at the end, in launches of their own. One token has the two products alone:
 a program of the first takes a slot and reads its expert's number, and one of the second has all slots, each in a column
