@@ -84,7 +84,10 @@ def _serve(rank: int, size: int, store: str, device: str, asked: Any, told: Any)
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     meshes = {size: init_device_mesh(device, (size,), mesh_dim_names=("ranks",))}
     if size > 2:
         meshes[2] = init_device_mesh(device, (size // 2, 2), mesh_dim_names=("pair", "ranks"))["ranks"]
