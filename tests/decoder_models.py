@@ -71,7 +71,7 @@ def swap(model: Any, *, fuse: bool, layout: Layout | str = "rows") -> Any:
                 setattr(parent, name, part)
         for parent, name in single:
             old = getattr(parent, name)
-            setattr(parent, name, nn.Linear(weight(old), old.bias))
+            setattr(parent, name, nn.Linear(ops.pack(weight(old), layout), old.bias))
         if hasattr(layer.mlp, "experts"):
             own = layer.mlp.experts
             stacks = (

@@ -28,7 +28,14 @@ NUMBERS = (
     Numbers(12, (0, 3, 4, 11), remote=True),
 )
 SIZES = (1, 8, 40)
+TYPES = ("float32", "bfloat16", "float16")
 SHAPES = ((1, 1), (1, 8), (5, 3), (33, 4), (300, 8), (1100, 8))
+CASES = (
+    *itertools.product(SHAPES[:-1], NUMBERS, SIZES, ("int64",)),
+    *itertools.product(SHAPES[:-1], NUMBERS, (8,), ("int32",)),
+    *itertools.product(SHAPES[-1:], (*NUMBERS, Numbers(512, tuple(range(512)))), (8,), ("int64",)),
+)
+"""The last ones take two launches, and three."""
 
 
 def routing(tokens: int, top: int, numbers: Numbers, seed: int = 0) -> Any:
@@ -58,9 +65,7 @@ def expected(ids: Any, numbers: Numbers, size: int) -> tuple[list[int], list[lis
 def made(device: str) -> Iterator[str]:
     at = torch.device(device, 0) if device == "cuda" else torch.device(device)
     sm = capability(0) if device == "cuda" else 0
-    for shape, numbers, size, dtype in itertools.product(SHAPES, NUMBERS, SIZES, ("int64", "int32")):
-        if shape[0] > 1000 and (size, dtype) != (8, "int64"):
-            continue
+    for shape, numbers, size, dtype in CASES:
         ids = routing(*shape, numbers)
         lists = Lists(*shape, size, numbers, dtype)
         memory = torch.full((lists.nbytes // 4,), -7, dtype=torch.int32, device=at)
@@ -85,10 +90,8 @@ def made(device: str) -> Iterator[str]:
 def combined(device: str) -> Iterator[str]:
     at = torch.device(device, 0) if device == "cuda" else torch.device(device)
     sm = capability(0) if device == "cuda" else 0
-    outs = ("float32",) if device == "cpu" else ("float32", "bfloat16", "float16")
-    for (tokens, top), numbers, dtype, out in itertools.product(
-        SHAPES[:4], NUMBERS, ("float32", "bfloat16", "float16"), outs
-    ):
+    outs = dict.fromkeys(TYPES, "float32") if device == "cpu" else {t: t for t in TYPES}
+    for (tokens, top), numbers, (dtype, out) in itertools.product(SHAPES[:4], NUMBERS, outs.items()):
         h = 528
         ids = routing(tokens, top, numbers)
         weights = torch.rand(tokens, top, generator=torch.Generator().manual_seed(tokens)).to(getattr(torch, dtype))
@@ -106,6 +109,7 @@ def combined(device: str) -> Iterator[str]:
         name = f"{tokens} {top} {numbers} {dtype} {out}"
         half = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}[out]
         limit = 2 * top * 2.0**-24 * terms.abs().sum(1) + 1.01 * half * terms.sum(1).abs()
+        limit += 2.0**-25 * (out == "float16")  # half of what its subnormal numbers are apart
         assert ((got.cpu().double() - terms.sum(1)).abs() <= limit).all(), name
         yield name
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.kernels import in_order
 from halfbyte.kernels import step_torch as reference
 from halfbyte.kernels.cuda import attend_gluon, step
 from halfbyte.kernels.cuda.attend_gluon import Attend as One
@@ -54,6 +55,35 @@ def add_norms(device: str, dtypes: tuple[str, ...] = DTYPES) -> Iterator[str]:
         assert (off <= (4.04 * HALF_ULP[dtype] + FACTOR) * expected.double().abs()).all(), name
         assert (off > 0).float().mean() <= (1.0 if dtype == "float32" else 0.01), name
         yield name
+
+
+def orders(device: str, dtypes: tuple[str, ...] = DTYPES) -> Iterator[str]:
+    """What a norm, and what adds up, write in order is what they write in rows."""
+    for (m, h), dtype in itertools.product(ROWS, dtypes):
+        x, weight = (random(*shape, dtype=dtype, device=device) for shape in ((m, h), (h,)))
+        args = AddNormArgs(x=x, residual=None, weight=weight, eps=1e-5, normed=torch.empty_like(x), total=x)
+        normed = x.new_full((in_order.length(h),), torch.nan)
+        step.ADD_NORM.run(args)
+        step.ADD_NORM.run(replace(args, normed=normed))
+        assert torch.equal(in_order.in_rows(normed, m, h), args.normed), (m, h, dtype)
+        assert normed.isnan().sum() == normed.numel() - m * h, (m, h, dtype)
+        yield f"add_norm {m}x{h} {dtype}"
+    for case, dtype in itertools.product(ATTENDED[:2], dtypes):
+        args = attended(case, dtype, device)
+        from halfbyte.kernels.cuda import step_code
+
+        call, (shares, *_) = args.call(), (made.splits for made in case[7] if made.splits > 1)
+        (b, width), found = args.out.shape, shares * args.out.shape[0] * call.heads
+        sums, tops = random(found * call.dim, device=device), random(2 * found, device=device).abs() + 1
+        results = [torch.full_like(args.out, torch.nan), args.out.new_full((in_order.length(width),), torch.nan)]
+        for out in results:
+            parts = step.add_up_parts(replace(args, out=out).call(), shares, call.capability)
+            run = step.compiled(step_code.add_up, *parts, device=out.device, early=False)
+            arrays = (sums, tops, out)
+            run((b * call.heads, 1, 1), arrays if run.plainly else tuple(a.data_ptr() for a in arrays))
+        assert torch.equal(in_order.in_rows(results[1], b, width), results[0]), case
+        assert results[1].isnan().sum() == results[1].numel() - b * width, case
+        yield f"add_up {case[:3]} {dtype}"
 
 
 def gates(device: str, dtypes: tuple[str, ...] = DTYPES) -> Iterator[str]:
@@ -141,6 +171,11 @@ def attends(
                 again = fresh(args)
                 bind(again, made)(*again.arrays())
                 assert torch.equal(_bits(got.out), _bits(again.out)), name
+            if bind is attend_gluon.bind and len(at) <= in_order.ROWS:
+                m, width = got.out.shape
+                order = replace(fresh(args), out=got.out.new_empty(in_order.length(width)))
+                bind(order, made)(*order.arrays())
+                assert torch.equal(_bits(in_order.in_rows(order.out, m, width)), _bits(got.out)), name
             assert got.out[~valid].isnan().all(), name
             for i in torch.nonzero(valid).flatten().tolist():
                 check(got, i, dtype, norms, bind is attend_gluon.bind, (name, made, i))

@@ -6,26 +6,74 @@ Tensors are torch's, without gradients. On a GPU nothing waits for the device, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from halfbyte.errors import UsageError
-from halfbyte.kernels import AddNormArgs, AttendArgs, DenseArgs, GateArgs, GatedArgs, PickArgs, select
+from halfbyte.errors import NoKernelError, UsageError
+from halfbyte.kernels import AddNormArgs, AttendArgs, DenseArgs, GateArgs, GatedArgs, InOrderArgs, PickArgs, select
 from halfbyte.kernels.base import ALIGNED
+from halfbyte.kernels.in_order import FEWEST, ROWS, length
 from halfbyte.layouts import Packed
 from halfbyte.operands import contiguous
 from halfbyte.remembered import forced_name, keep, on_tensors
 
-__all__ = ["add_norm", "attend", "dense", "gate", "gated", "pick"]
+__all__ = ["InOrder", "add_norm", "attend", "dense", "gate", "gated", "linear_in_order", "pick", "takes_in_order"]
 
 _known: Final[dict[Any, Callable[..., None]]] = {}
 """What runs on calls of one key."""
 
 
-def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, eq=False)
+class InOrder:
+    """Activations that lie as ``halfbyte.kernels.in_order`` has them, where a product takes them so.
+
+    Attributes:
+        data: (``length(K)``,).
+        rows: M.
+        width: K.
+    """
+
+    data: Tensor
+    rows: int
+    width: int
+
+    @staticmethod
+    def like(x: Tensor, width: int) -> InOrder:
+        """Room for those of as many tokens as x (M, ...) has."""
+        return InOrder(torch.empty(length(width), dtype=x.dtype, device=x.device), len(x), width)
+
+
+def takes_in_order(weight: Packed, like: Tensor, activation: str | None = None) -> bool:
+    """Whether a product, with the gate of an activation if that is not None, takes activations in order, which pays.
+
+    Args:
+        weight: (N, K).
+        like: (M, ...), activations of the dtype and on the device of x.
+        activation: "silu", "gelu", "gelu_tanh" or "relu2".
+    """
+    if not (like.is_cuda and FEWEST <= len(like) <= ROWS):
+        return False
+    key = "takes in order", len(like), like.dtype, like.device, activation, forced_name()
+    known = weight.memo.get(key)
+    if known is None:
+        n, k = weight.shape[-2:]
+        x = InOrder.like(like, k).data
+        if activation is None:
+            known = _accepted(InOrderArgs(x=x, weight=weight, bias=None, out=x.new_empty(len(like), n)))
+        else:
+            out, rows = InOrder.like(like, n // 2).data, len(like)
+            known = _accepted(GatedArgs(x=x, weight=weight, bias=None, activation=activation, out=out, rows=rows))
+        keep(weight.memo, key, known)
+    return bool(known)
+
+
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, in_order: bool = False
+) -> tuple[Tensor | InOrder, Tensor]:
     """Add to the residual stream and normalize the sum, rounding as transformers' RMSNorm.
 
     Args:
@@ -33,6 +81,7 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
         residual: (M, H) of the same dtype; None for none.
         weight: (H,) of the same dtype.
         eps: added to the mean square.
+        in_order: the first result lies so; on a GPU, of up to 16 rows.
 
     Returns:
         (M, H) ``round(weight * round(sum * rsqrt(mean(sum * sum) + eps)))``, and (M, H) ``sum = round(x + residual)``,
@@ -45,15 +94,16 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     x = _whole(x)
     residual = None if residual is None else _whole(residual)
     weight = _whole(weight)
-    normed = torch.empty_like(x)
+    order = InOrder.like(x, x.shape[-1]) if in_order else None
+    normed = torch.empty_like(x) if order is None else order.data
     total = x if residual is None else torch.empty_like(x)
-    key = "add_norm", _kind(x), residual is None or _kind(residual), _kind(weight), forced_name()
+    key = "add_norm", _kind(x), residual is None or _kind(residual), _kind(weight), in_order, forced_name()
     run = _known.get(key)
     if run is None:
         args = AddNormArgs(x=x, residual=residual, weight=weight, eps=eps, normed=normed, total=total)
         run = _known[key] = _bound(args)
     run(x, residual, weight, eps, normed, total)
-    return normed, total
+    return normed if order is None else order, total
 
 
 def attend(
@@ -70,7 +120,8 @@ def attend(
     eps: float = 0.0,
     window: int | None = None,
     settled: bool = False,
-) -> Tensor:
+    in_order: bool = False,
+) -> Tensor | InOrder:
     """Rotate q and k of one new token of each sequence, write k and v to the cache, and attend to it.
 
     Args:
@@ -87,6 +138,7 @@ def attend(
         window: how many entries are seen at the most, the new one among them; None for all.
         settled: on a GPU, that an operator of torch's ran on the stream after positions, cos, sin and the entries
             before the new ones were written, and before what computed qkv. Then they are read while that still runs.
+        in_order: the result lies so where what computes it can write it so.
 
     Returns:
         (B, Hq D). On a GPU a position outside of the cache gives a row of NaN, and nothing is written.
@@ -97,20 +149,26 @@ def attend(
     """
     qkv = _whole(qkv)
     kv, dim = keys.shape[1], keys.shape[3]
-    out = torch.empty((len(qkv), qkv.shape[-1] - 2 * kv * dim), dtype=qkv.dtype, device=qkv.device)
+    width = qkv.shape[-1] - 2 * kv * dim
     key = (
         "attend", _kind(qkv), _kind(cos), _kind(sin), _kind(positions), _kind(keys), _kind(values),
-        q_norm is None or _kind(q_norm), k_norm is None or _kind(k_norm), window, settled, forced_name(),
+        q_norm is None or _kind(q_norm), k_norm is None or _kind(k_norm), window, settled, in_order, forced_name(),
     )  # fmt: skip
-    run = _known.get(key)
+    run, order = _known.get(key), InOrder.like(qkv, width) if in_order else None
+    out = torch.empty((len(qkv), width), dtype=qkv.dtype, device=qkv.device) if order is None else order.data
     if run is None:
         args = AttendArgs(
             qkv=qkv, cos=cos, sin=sin, positions=positions, keys=keys, values=values, q_norm=q_norm, k_norm=k_norm,
             eps=eps, scale=scale, window=window, settled=settled, out=out,
         )  # fmt: skip
+        if order is not None and not _accepted(args):
+            return attend(
+                qkv, cos, sin, positions, keys, values, scale=scale, q_norm=q_norm, k_norm=k_norm, eps=eps,
+                window=window, settled=settled,
+            )  # fmt: skip
         run = _known[key] = _bound(args)
     run(qkv, cos, sin, positions, keys, values, q_norm, k_norm, eps, scale, out)
-    return out
+    return out if order is None else order
 
 
 def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -163,37 +221,58 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
-def gated(x: Tensor, weight: Packed, activation: str, bias: Tensor | None = None) -> Tensor:
+def gated(x: Tensor | InOrder, weight: Packed, activation: str, bias: Tensor | None = None) -> Tensor | InOrder:
     """``gate`` of a product: for few tokens on Hopper in one launch.
 
     Args:
-        x: (M, K) float32, bfloat16 or float16.
+        x: (M, K) float32, bfloat16 or float16; in order, if the weight ``takes_in_order`` so many.
         weight: (2 I, K), the rows of the gate before those of up.
         activation: "silu", "gelu", "gelu_tanh" or "relu2".
         bias: (2 I,) float32, bfloat16 or float16.
 
     Returns:
-        (M, I) ``round(activation(gate) * up)``, where gate and up are rounded as ``linear`` rounds.
+        (M, I) ``round(activation(gate) * up)``, where gate and up are rounded as ``linear`` rounds; in order if x is.
 
     Raises:
         UsageError: an unknown activation, or tensors that do not fit each other.
         NoKernelError: nothing accepts this call.
     """
     kind = None if bias is None else _kind(bias)
-    key = "gated", x.shape, x.dtype, x.device, kind, activation, forced_name()
+    data, rows = (x.data, x.rows) if isinstance(x, InOrder) else (x, None)
+    key = "gated", data.shape, rows, data.dtype, data.device, kind, activation, forced_name()
     known = weight.memo.get(key)
-    y: Tensor | None = None if known is None else known(x, bias)
+    y: Tensor | None = None if known is None else known(data, bias)
+    half = weight.shape[-2] // 2
     if y is None:
-        x = _whole(x)
-        y = torch.empty((len(x), weight.shape[-2] // 2), dtype=x.dtype, device=x.device)
-        args = GatedArgs(x=x, weight=weight, bias=bias, activation=activation, out=y)
-        kernel = select(GatedArgs, args.call())
-        if kernel.bind is None:
-            raise UsageError(f"kernel {kernel.name} cannot be bound")
-        if y.numel():
-            run = kernel.bind(args)
-            keep(weight.memo, key, on_tensors(run, list(weight.buffers().values()), tuple(y.shape), y))
-            run(x, bias, y)
+        data = _whole(data)
+        shape = (len(data), half) if rows is None else (length(half),)
+        y = torch.empty(shape, dtype=data.dtype, device=data.device)
+        args = GatedArgs(x=data, weight=weight, bias=bias, activation=activation, out=y, rows=rows)
+        y = _first(args, key, y)
+    return y if rows is None else InOrder(y, rows, half)
+
+
+def linear_in_order(x: InOrder, weight: Packed, bias: Tensor | None = None) -> Tensor:
+    """``linear`` of activations that lie in order, on a weight that ``takes_in_order``.
+
+    Args:
+        x: of M tokens and K features.
+        weight: (N, K).
+        bias: (N,) float32, bfloat16 or float16.
+
+    Returns:
+        (M, N) of the dtype of x, exact as by ``linear``.
+
+    Raises:
+        UsageError: tensors that do not fit each other.
+        NoKernelError: nothing accepts this call.
+    """
+    key = "in order", x.rows, x.data.dtype, x.data.device, None if bias is None else _kind(bias), forced_name()
+    known = weight.memo.get(key)
+    y: Tensor | None = None if known is None else known(x.data, bias)
+    if y is None:
+        y = torch.empty((x.rows, weight.shape[-2]), dtype=x.data.dtype, device=x.data.device)
+        y = _first(InOrderArgs(x=x.data, weight=weight, bias=bias, out=y), key, y)
     return y
 
 
@@ -226,6 +305,27 @@ def _kind(a: Tensor) -> tuple[Any, ...]:
 def _whole(a: Tensor) -> Tensor:
     """Without gaps and aligned."""
     return contiguous(a) if not a.is_contiguous() or a.data_ptr() % ALIGNED else a
+
+
+def _first(args: GatedArgs | InOrderArgs, key: tuple[Any, ...], y: Tensor) -> Tensor:
+    """A call on a weight, which remembers what it comes down to."""
+    kernel = select(type(args), args.call())
+    if kernel.bind is None:
+        raise UsageError(f"kernel {kernel.name} cannot be bound")
+    if y.numel():
+        run = kernel.bind(args)
+        keep(args.weight.memo, key, on_tensors(run, list(args.weight.buffers().values()), tuple(y.shape), y))
+        run(args.x, args.bias, y)
+    return y
+
+
+def _accepted(args: Any) -> bool:
+    """Whether some kernel computes it."""
+    try:
+        select(type(args), args.call())
+    except NoKernelError:
+        return False
+    return True
 
 
 def _bound(args: Any) -> Callable[..., None]:

@@ -608,7 +608,7 @@ def tile_assembly(form, parts, rows, tokens, triple, cpu):
     module = ir.Module("tile")
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 11), "tile")
     builder = ir.IRBuilder(function.append_basic_block())
-    emit_tile(Emit(builder), form, parts, rows, tokens, function.args)
+    emit_tile(Emit(builder), form, parts, rows, tokens, 512, function.args)
     builder.ret_void()
     machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
     parsed = binding.parse_assembly(str(module))

@@ -146,7 +146,7 @@ def launches(monkeypatch):
     """What ``bind`` launches, with stand-ins for torch's stream and event."""
     state = SimpleNamespace(kinds=[], values=[], capturing=False, finished=False, recorded=0)
 
-    def program(call, bias_dtype, made, device, pdl, gate):
+    def program(call, bias_dtype, made, device, pdl, gate, in_order):
         return stand_in(state, "early" if pdl else "ordinary")
 
     def record_event():

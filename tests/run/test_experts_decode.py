@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from gpu_codecs import needs_triton
 from halfbyte.kernels import ExpertsArgs, ExpertsCall
 from halfbyte.kernels.cuda import experts as layers
 from halfbyte.kernels.cuda import experts_decode, launch
-from halfbyte.kernels.cuda.experts_decode import COLUMNS, GLUON, ExpertsDecode, Product, depth, expected_blocks
+from halfbyte.kernels.cuda.experts_decode import COLUMNS, GLUON, ExpertsDecode, Held, Product, depth, expected_blocks
 from halfbyte.kernels.cuda.lists import most_blocks
 from halfbyte.kernels.experts import Mixture
 from halfbyte.layouts import Fragments, Rows
@@ -95,6 +96,26 @@ def test_blocks_that_are_launched():
         assert blocks == most or (local < experts and blocks > 8 * tokens_ * local / experts / COLUMNS)
     assert expected_blocks(accepted()) == 8
     assert expected_blocks(accepted(experts=256, local=range(32), null="skip")) == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "held"),
+    [
+        ({}, True),  # 3 times 36 KiB of gate and up and 54 KiB of down on a multiprocessor
+        ({"inner": 784}, True),
+        ({"inner": 800}, False),
+        ({"top": 6}, False),
+        ({"padding": True}, False),
+        ({"local": range(64), "null": "skip"}, False),
+        ({"rows": 2}, False),
+        ({"hidden": 4096, "inner": 1536}, False),
+    ],
+    ids=str,
+)
+def test_weights_of_one_token_are_held_where_they_fit(how, held):
+    made = experts_decode.configure(accepted(**how))
+    assert isinstance(made.second, Held) is isinstance(made.settled, Held) is held
+    assert isinstance(made.first, Product)
 
 
 # Launches
@@ -181,6 +202,19 @@ def test_launches_of_one_token(launches):
     assert second == ("one second", (4, 1, 1), given_)
 
 
+def test_launches_of_one_token_whose_weights_are_held(launches):
+    """A program for each 16 results: of 4 slots 3 stripes of gates each, and 4 of results."""
+    held, base = launches
+    args = arguments(Case.random(), 1, 4)
+    run = experts_decode.bind(args)
+    run.products(*args.arrays())
+    first, second = held
+    routed = args.indices.data_ptr(), None, args.weights.data_ptr(), base
+    assert first[:2] == ("one first", (12, 1, 1))
+    assert second[:2] == ("one second", (4, 1, 1))
+    assert second[2] == (*addresses(args.down), first[2][5], None, args.out.data_ptr(), *routed)
+
+
 def test_the_parts_of_a_call(launches):
     """What a benchmark times: lists, products and the sum apart, in memory of their own."""
     held, base = launches
@@ -205,7 +239,7 @@ def test_the_parts_of_a_call(launches):
 
 
 CODES = [
-    ({}, (80, 184)),
+    ({"hidden": 4096, "inner": 1536}, (80, 184)),
     ({"rows": 16}, (128, 96)),
     ({"experts": 256, "hidden": 7168, "inner": 2048, "local": range(32), "null": "skip"}, (128, 104)),
     ({"experts": 256, "hidden": 7168, "inner": 2048, "local": range(32), "null": "skip", "rows": 64}, (128, 96)),
@@ -213,6 +247,43 @@ CODES = [
     ({"experts": 8, "hidden": 4096, "inner": 352, "top": 2, "rows": 3, "activation": "swigluoai", "limit": 7.0,
       "gate_up_order": "up_first", "per_row": True, "changes": {"bias": True, "down_bias": True}}, (104, 72)),
 ]  # fmt: skip
+
+
+HELD = [
+    ({}, (64, 64)),
+    ({"changes": {"indices": "int32"}}, (64, 64)),
+    ({"experts": 16, "hidden": 1040, "inner": 352, "top": 2, "gated": False, "activation": "relu2"}, (64, 64)),
+    ({"hidden": 1040, "inner": 352, "top": 4, "activation": "swigluoai", "limit": 7.0, "gate_up_order": "up_first",
+      "per_row": True, "changes": {"bias": True, "down_bias": True, "dtype": "float16"},
+      "layout": Fragments("float16")}, (72, 64)),
+]  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize(("how", "registers"), HELD, ids=str)
+def test_machine_code_of_held_weights(how, registers):
+    """All are asked for before the kernel ahead ends, and find room beside those of the other product."""
+    call = accepted(**how)
+    made = experts_decode.configure(call)
+    with launch.recorded() as sources:
+        experts_decode.programs(call, made, "cuda", settled=True)
+    for source, most, rows in zip(sources, registers, (2 if call.mixture.gated else 1, 1), strict=True):
+        types = {name: of.removesuffix(":16") for name, of in source.signature.items()}
+        code = Program(source.kernel, types, source.constants, source.options).compile(90)
+        print(source.kernel.__name__, code)
+        assert (code.stack, code.spills, code.warnings) == (0, 0, [])
+        assert code.registers <= most
+        warps = source.options["num_warps"] // source.constants.get("TOP", 1)
+        steps = -(-source.constants["K"] // 64 // warps)
+        opcodes = [opcode for _, _, opcode, _ in code.instructions]
+        (lets,) = (i for i, opcode in enumerate(opcodes) if opcode.startswith("PREEXIT"))
+        (waits,) = (i for i, opcode in enumerate(opcodes) if opcode.startswith("ACQBULK"))
+        copies = [i for i, opcode in enumerate(opcodes) if opcode.startswith("LDGSTS")]
+        assert lets < copies[0]
+        assert copies[-1] < waits
+        assert len(copies) == steps * (rows + 1)
+        assert count(code.opcodes, "HMMA.16816") == 4 * rows * steps
+        assert 0 <= code.shared - steps * source.options["num_warps"] * rows * 576 < 4096
 
 
 @needs_triton
@@ -259,6 +330,10 @@ OTHERS = [
     ExpertsDecode(Product(warps=2, ahead=2, unroll=1), Product(warps=2, ahead=1, unroll=1), together=1),
     ExpertsDecode(Product(warps=16, ahead=4), Product(warps=16, tiles=2, ahead=3), together=3, parts=4),
 ]
+HOLDING = [
+    ExpertsDecode(Held(), Held(warps=16, steps=2)),
+    ExpertsDecode(Held(warps=8, steps=1), Held(warps=4, steps=3), Held(warps=2, steps=20)),
+]
 SHAPES = [(5, 1040, 352), (3, 304, 1856)]
 
 
@@ -270,12 +345,27 @@ def on_hopper():
         yield call, made or experts_decode.configure(call)
 
 
+KINDS_HELD: list[dict[str, Any]] = [
+    {},
+    {"gated": False, "activation": "relu2"},
+    {"activation": "swigluoai", "limit": 1.0, "gate_up_order": "up_first"},
+]
+
+
+def held_call(top, **how):
+    of = {"per_row": True, "changes": {"bias": True, "down_bias": True}}
+    return accepted(5, 1040, 352, 1, top=top, **of, **how)
+
+
 @pytest.fixture(scope="class")
 def compiled():
     """All programs, compiled by all cores at once."""
     with launch.recorded() as sources:
         for call, made in on_hopper():
             experts_decode.programs(call, made, "cuda")
+        for top, made, settled in itertools.product((1, 4), HOLDING, (False, True)):
+            for how in KINDS_HELD:
+                experts_decode.programs(held_call(top, **how), made, "cuda", settled=settled)
     jobs = [
         (s.kernel.fn.__module__, s.kernel.__name__, (dict(s.signature), dict(s.constants), dict(s.options)))
         for s in sources
@@ -309,6 +399,26 @@ class TestOnGpu:
             assert_meant(out.cpu(), case, given[0].float(), *given[1:], "bfloat16")
             assert torch.isnan(poisoned).sum() == poisoned.numel() - out.numel()
 
+    @pytest.mark.parametrize("top", [1, 4])
+    @pytest.mark.parametrize("how", KINDS_HELD, ids=str)
+    def test_held_weights(self, how, top):
+        """Units beyond the last one, and K that ends within one; settled routing and what is not."""
+        case = Case.random(5, 1040, 352, per_row=True, bias=True, **how)
+        args = arguments(case, 1, top, device="cuda")
+        hidden = guarded(args.hidden, float("nan"))[1]
+        args = replace(args, hidden=hidden, gate_up=replace_buffers(args.gate_up), down=replace_buffers(args.down))
+        given = [a.cpu() for a in (args.hidden, args.indices, args.weights)]
+        for made in HOLDING:
+            run = experts_decode.bind(args, made)
+            for start in (run, run.products):
+                poisoned, out = guarded(args.out, float("nan"))
+                start(*args.arrays()[:3], out)
+                first = out.clone()
+                start(*args.arrays()[:3], out)
+                assert torch.equal(first, out), made
+                assert_meant(out.cpu(), case, given[0].float(), *given[1:], "bfloat16")
+                assert torch.isnan(poisoned).sum() == poisoned.numel() - out.numel()
+
     def test_more_blocks_than_are_launched(self):
         """On a rank that all tokens are routed to, where one in 16 was to be expected."""
         case = Case.random(64, 64, 48)
@@ -325,9 +435,11 @@ class TestOnGpu:
     def test_a_graph_of_layers_gives_the_same_bits(self, dtype):
         """Each reads what the one ahead of it wrote, and starts before that has ended."""
         case = Case.random(16, 256, 128)
-        for count_ in (1, 5):
+        for count_, settled in ((1, False), (1, True), (5, False)):
             args = arguments(case, count_, 4, dtype, "cuda")
             run = experts_decode.bind(args)
+            if settled:
+                run = run.products
             steps = [args.hidden] + [torch.empty_like(args.hidden) for _ in range(6)]
 
             def chain(run=run, args=args, steps=steps):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,34 @@ def test_most_blocks(slots, local, size, most):
     assert most_blocks(slots, local, size) == most
 
 
+@pytest.mark.parametrize(
+    ("slots", "local", "launches", "chunk", "chunks"),
+    [
+        (2048, 64, 1, 32, 64), (2048, 128, 1, 64, 32), (2049, 128, 2, 64, 33), (16384, 128, 2, 64, 256),
+        (32768, 128, 2, 128, 256), (65536, 128, 2, 256, 256), (65537, 128, 3, 64, 1025), (16384, 512, 2, 256, 64),
+        (16385, 512, 3, 64, 257),
+    ],
+)  # fmt: skip
+def test_launches(slots, local, launches, chunk, chunks):
+    """In two each program looks at no more than 32768 counts, of 256 programs."""
+    made = Lists(slots, 1, 8, Numbers(local, tuple(range(local))))
+    assert (made.launches, made.chunk, made.chunks) == (launches, chunk, chunks)
+
+
+def test_programs_of_the_sum():
+    """What is read once does not drive out what is still in the cache; few programs are small ones."""
+    whole, part = Numbers(128, tuple(range(128))), Numbers(256, tuple(range(32)), remote=True)
+    dtypes = "int64", "float32", "bfloat16"
+
+    def made(tokens, numbers):
+        _, constants, warps = lists.combine_parts(2048, 8, dtypes, numbers, 90, tokens)
+        return constants["BLOCK"], constants["KEEP"], constants["SPARSE"], warps
+
+    assert made(256, whole) == made(256, part) == (512, "", False, 4)
+    assert made(257, whole) == (1024, "evict_first", False, 8)
+    assert made(257, part) == (2048, "", True, 4)
+
+
 def test_places():
     assert Numbers(8, (2, 3, 4)).first == 2
     assert Numbers(8, (2, 3, 4)).places("cpu") is None
@@ -45,7 +74,7 @@ def test_tokens_are_along_the_first_axis(monkeypatch):
     numbers = Numbers(8, tuple(range(8)))
     dtypes = "int64", "float32", "bfloat16"
     lists.bind_combine(70_000, 2, 1040, dtypes, numbers, None, "cpu", 90)(None, None, None, None)
-    assert grids == [(70_000, 3, 1)]
+    assert grids == [(70_000, 2, 1)]
 
 
 @needs_triton
@@ -59,7 +88,7 @@ def test_in_the_interpreter():
         cwd=Path(__file__).parents[1],
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "made 155\ncombined 60\nrefused 4\nsorted_already 36\n"), done.stderr[
+    assert (done.returncode, done.stdout) == (0, "made 106\ncombined 60\nrefused 4\nsorted_already 36\n"), done.stderr[
         -3000:
     ]
 
@@ -70,15 +99,22 @@ def programs(capability):
 
     numbers = Numbers(512, tuple(range(512)), padding=True)
     few_held = Numbers(512, tuple(range(64)), remote=True)
-    few, many = (Lists(tokens, 8, 8, numbers) for tokens in (16, 4096))
+    few, many, more = (Lists(tokens, 8, 8, numbers) for tokens in (16, 2048, 4096))
+    assert (few.launches, many.launches, more.launches) == (1, 2, 3)
+    most = Lists(8192, 8, 128, Numbers(128, tuple(range(128))))
     dtypes = "int64", "float32", "bfloat16"
     for kernel, (signature, constants, warps) in (
         (lists_code.lists, lists.lists_parts(few, capability)),
         (lists_code.lists, lists.lists_parts(many, capability)),
+        (lists_code.lists, lists.lists_parts(more, capability)),
+        (lists_code.lists, lists.lists_parts(replace(most, tokens=4096), capability)),
+        (lists_code.lists, lists.lists_parts(most, capability)),
         (lists_code.counts, lists.counts_parts(many, capability)),
-        (lists_code.sums, lists.sums_parts(many, capability)),
+        (lists_code.counts, lists.counts_parts(more, capability)),
+        (lists_code.sums, lists.sums_parts(more, capability)),
         (lists_code.runs, lists.runs_parts(many, capability)),
         (lists_code.combine, lists.combine_parts(2048, 8, dtypes, numbers, capability)),
+        (lists_code.combine, lists.combine_parts(2048, 8, dtypes, numbers, capability, 4096)),
         (lists_code.combine, lists.combine_parts(2048, 8, dtypes, few_held, capability, 4096)),
     ):
         arguments = {name: of.removesuffix(":16") for name, of in signature.items()}

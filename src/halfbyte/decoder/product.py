@@ -12,7 +12,7 @@ from torch import Tensor
 from halfbyte import nn, ops
 from halfbyte.layouts import Packed
 from halfbyte.route_op import route
-from halfbyte.step_ops import dense
+from halfbyte.step_ops import InOrder, dense, linear_in_order, takes_in_order
 
 ROUTERS: Final = ("Qwen3MoeTopKRouter", "MixtralTopKRouter")
 """Classes of transformers that choose by a softmax of all logits; the mlp does nothing beside its experts."""
@@ -32,9 +32,16 @@ class Product:
     packed: Packed | None = None
     bias: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | InOrder) -> Tensor:
         """(M, K) to (M, N)."""
+        if isinstance(x, InOrder):
+            assert self.packed is not None
+            return linear_in_order(x, self.packed, self.bias)
         return self.run(x)
+
+    def takes_in_order(self, like: Tensor, activation: str | None = None) -> bool:
+        """As ``step_ops.takes_in_order`` of the weight; False of what is not packed."""
+        return self.packed is not None and takes_in_order(self.packed, like, activation)
 
 
 def product(modules: Sequence[Any]) -> Product:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfbyte.decoder.families import Decoder
+from halfbyte.decoder.families import Decoder, Layer
 from halfbyte.decoder.product import Product
-from halfbyte.step_ops import add_norm, attend, gate, gated
+from halfbyte.step_ops import InOrder, add_norm, attend, gate, gated
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,8 @@ def logits_of(decoder: Decoder, state: State) -> Tensor:
     x = decoder.embed(state.tokens)
     residual: Tensor | None = None
     for i, layer in enumerate(decoder.layers):
-        normed, residual = add_norm(x, residual, layer.before.weight, layer.before.eps)
+        norm = layer.before
+        normed, residual = add_norm(x, residual, norm.weight, norm.eps, in_order=layer.qkv.takes_in_order(x))
         mixed = attend(
             layer.qkv(normed),
             state.cos,
@@ -85,17 +86,25 @@ def logits_of(decoder: Decoder, state: State) -> Tensor:
             eps=0.0 if layer.q_norm is None else layer.q_norm.eps,
             window=layer.window,
             settled=True,  # the choice of tokens, and embed, come behind what wrote them
+            in_order=layer.o.takes_in_order(x),
         )
-        normed, residual = add_norm(layer.o(mixed), residual, layer.after.weight, layer.after.eps)
+        norm, in_order = layer.after, _gated_in_order(layer, x, decoder.activation)
+        normed, residual = add_norm(layer.o(mixed), residual, norm.weight, norm.eps, in_order=in_order)
         x = layer.down(_gated(layer.gate_up, normed, decoder.activation))
     normed, _ = add_norm(x, residual, decoder.norm.weight, decoder.norm.eps)
     return decoder.head(normed)
 
 
-def _gated(gate_up: Product | None, x: Tensor, activation: str) -> Tensor:
+def _gated_in_order(layer: Layer, like: Tensor, activation: str) -> bool:
+    """Whether both products of the mlp take activations in order: what the first one gives the second must take."""
+    gate_up, down = layer.gate_up, layer.down
+    return gate_up is not None and gate_up.takes_in_order(like, activation) and down.takes_in_order(like)
+
+
+def _gated(gate_up: Product | None, x: Tensor | InOrder, activation: str) -> Tensor | InOrder:
     """The input of ``down``; x where that is the whole mlp."""
     if gate_up is None:
         return x
-    if gate_up.packed is not None and x.is_cuda:
+    if gate_up.packed is not None and (isinstance(x, InOrder) or x.is_cuda):
         return gated(x, gate_up.packed, activation, gate_up.bias)
     return gate(gate_up(x), activation)

@@ -60,6 +60,7 @@ from halfbyte.kernels.fmha_vit import FmhaV2Vit, VitFmha
 from halfbyte.kernels.fp8 import Fp8Args, Fp8Call
 from halfbyte.kernels.gated import GatedArgs
 from halfbyte.kernels.grouped import GroupedArgs, GroupedCall
+from halfbyte.kernels.in_order import InOrderArgs
 from halfbyte.kernels.int8 import Int8Args, Int8Call
 from halfbyte.kernels.pick import PickArgs
 from halfbyte.kernels.routing import RouteArgs
@@ -82,6 +83,7 @@ KERNELS: tuple[Kernel[Any, Any], ...] = (
     embedding.TORCH,
     embedding.NUMPY,
     decode_gluon.GATED,
+    decode_gluon.IN_ORDER,
     gated.COMPOSED,
     cpu_experts.EXPERTS,
     experts_decode.GLUON,
@@ -151,6 +153,7 @@ __all__ = [
     "GatedArgs",
     "GroupedArgs",
     "GroupedCall",
+    "InOrderArgs",
     "Int8Args",
     "Int8Call",
     "Kernel",

@@ -28,6 +28,7 @@ from halfbyte.kernels.base import (
     load_torch,
     why_not_torch,
 )
+from halfbyte.kernels.in_order import length
 from halfbyte.kernels.step import ACTIVATIONS, GateArgs
 from halfbyte.layouts import Packed
 from halfbyte.numerics import Array
@@ -39,6 +40,7 @@ class GatedCall(Call):
 
     op: str = "gated"
     activation: str
+    in_order: bool = False
 
     def linear(self) -> Call:
         """The product alone."""
@@ -51,11 +53,12 @@ class GatedArgs:
     """The arguments of a kernel for ``gated``.
 
     Args:
-        x: (M, K) float32, bfloat16 or float16, row-major.
+        x: (M, K) float32, bfloat16 or float16, row-major; or (``length(K)``,), which lies in order.
         weight: (2 I, K), the rows of the gate before those of up.
         bias: (2 I,) float32, bfloat16 or float16, or None.
         activation: one of ``ACTIVATIONS``.
-        out: (M, I) of the dtype of x; written.
+        out: (M, I) of the dtype of x, or (``length(I)``,) if x lies in order; written.
+        rows: M, if x lies in order.
     """
 
     op: ClassVar[str] = "gated"
@@ -64,6 +67,7 @@ class GatedArgs:
     bias: Array | None
     activation: str
     out: Array
+    rows: int | None = None
 
     def __post_init__(self) -> None:
         check_kind(self.weight.layout)
@@ -71,11 +75,12 @@ class GatedArgs:
             raise UsageError("unknown activation", got=repr(self.activation), expected=" or ".join(ACTIVATIONS))
         n, k = self.weight.shape[-2:]
         m = self.x.shape[0]
-        if n % 2 or tuple(self.x.shape) != (m, k) or tuple(self.out.shape) != (m, n // 2):
+        x, out = ((m, k), (m, n // 2)) if self.rows is None else ((length(k),), (length(n // 2),))
+        if n % 2 or tuple(self.x.shape) != x or tuple(self.out.shape) != out:
             raise UsageError(
                 "x, weight and out do not fit each other",
                 got=f"{tuple(self.x.shape)}, {self.weight.shape} and {tuple(self.out.shape)}",
-                expected="(M, K), (2 I, K) and (M, I)",
+                expected="(M, K), (2 I, K) and (M, I)" if self.rows is None else f"{x}, (2 I, K) and {out}",
             )
         if dtype_name(self.out.dtype) != dtype_name(self.x.dtype):
             raise UsageError("out is of another dtype than x", got=dtype_name(self.out.dtype))
@@ -84,7 +89,7 @@ class GatedArgs:
         """What decides which kernel runs on these arrays."""
         linear = Call.on(
             self.weight,
-            rows=self.x.shape[0],
+            rows=self.x.shape[0] if self.rows is None else self.rows,
             dtype=dtype_name(self.x.dtype),
             out_dtype=dtype_name(self.x.dtype),
             device=device_of(self.x),
@@ -93,7 +98,7 @@ class GatedArgs:
             capability=capability_of(self.x),
         )
         same = {field.name: getattr(linear, field.name) for field in fields(Call) if field.name != "op"}
-        return GatedCall(activation=self.activation, **same)
+        return GatedCall(activation=self.activation, in_order=self.rows is not None, **same)
 
 
 def gated_cost(call: GatedCall) -> Cost:
@@ -101,6 +106,10 @@ def gated_cost(call: GatedCall) -> Cost:
     whole = linear_cost(call.linear())
     half = call.rows * call.shape[-2] // 2
     return Cost(bytes=whole.bytes - half * float_dtype(call.dtype).itemsize, flops=whole.flops + 4 * half)
+
+
+def _refuse(call: GatedCall) -> tuple[str, ...]:
+    return *why_not_torch(call.library), *(("multiplies x in rows",) if call.in_order else ())
 
 
 def _bind(args: GatedArgs) -> Callable[[Array, Array | None, Array], None]:
@@ -136,7 +145,7 @@ COMPOSED: Final = Kernel(
     name="gated-composed",
     bundle=GatedArgs,
     description="linear and gate one after the other",
-    refuse=lambda call: why_not_torch(call.library),
+    refuse=_refuse,
     load=load_torch,
     bind=_bind,
     cost=gated_cost,

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final
 from halfbyte.arrays import dtype_name, float_dtype
 from halfbyte.errors import UsageError
 from halfbyte.kernels.base import Cost, Library, capability_of, device_of, library_of
+from halfbyte.kernels.in_order import shape_of
 from halfbyte.numerics import Array, is_torch
 
 ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -35,6 +36,7 @@ class StepCall:
         device: "cpu", "cuda", ...
         library: that of all arrays.
         capability: the compute capability of the GPU, 90 for sm_90; 0 elsewhere.
+        in_order: the result lies as ``halfbyte.kernels.in_order`` has it.
         elsewhere: it is planned for another machine: what is installed here does not matter.
     """
 
@@ -44,6 +46,7 @@ class StepCall:
     device: str
     library: Library
     capability: int = 0
+    in_order: bool = False
     elsewhere: bool = False
     aligned: ClassVar[bool] = True
     whole: ClassVar[bool] = True
@@ -94,7 +97,7 @@ class AddNormArgs:
         residual: (M, H), or None for zeros.
         weight: (H,).
         eps: added to the mean.
-        normed: (M, H); written.
+        normed: (M, H); or (``length(H)``,), to lie in order. Written.
         total: (M, H); written, but where ``residual`` is None: there the sum is x.
     """
 
@@ -109,7 +112,8 @@ class AddNormArgs:
     def __post_init__(self) -> None:
         shape = check_axes(self.x, "x", 2)
         residual = {} if self.residual is None else {"residual": shape}
-        _check(self, self.x, residual | {"x": shape, "weight": shape[1:], "normed": shape, "total": shape})
+        normed = shape_of(self.normed, *shape)
+        _check(self, self.x, residual | {"x": shape, "weight": shape[1:], "normed": normed, "total": shape})
 
     def arrays(self) -> tuple[Any, ...]:
         """What a bound kernel takes."""
@@ -118,7 +122,12 @@ class AddNormArgs:
     def call(self) -> AddNormCall:
         """What decides which kernel runs on these arrays."""
         rows, width = self.x.shape
-        return AddNormCall(width=width, residual=self.residual is not None, **place_of(self.x, rows))
+        return AddNormCall(
+            width=width,
+            residual=self.residual is not None,
+            in_order=len(self.normed.shape) == 1,
+            **place_of(self.x, rows),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -182,7 +191,7 @@ class AttendArgs:
         settled: positions, cos, sin and the entries before the new ones were written by a kernel on whose end some
             kernel waited that was launched in the ordinary way and before the one ahead of this; where that may be
             false, a GPU must not read them before the kernel ahead has ended.
-        out: (B, Hq D); written.
+        out: (B, Hq D); or (``length(Hq D)``,), to lie in order. Written.
     """
 
     op: ClassVar[str] = "attend"
@@ -210,7 +219,7 @@ class AttendArgs:
                 "the cache does not fit qkv", got=f"keys {cache} and qkv {(b, width)}",
                 expected="(B, Hkv, T, D) and (B, (Hq + 2 Hkv) D), D even and Hq a multiple of Hkv",
             )  # fmt: skip
-        needed = {"qkv": (b, width), "keys": cache, "values": cache, "out": (b, heads * dim)}
+        needed = {"qkv": (b, width), "keys": cache, "values": cache, "out": shape_of(self.out, b, heads * dim)}
         norms = {name: (dim,) for name in ("q_norm", "k_norm") if getattr(self, name) is not None}
         _check(self, self.qkv, needed | norms)
         for name in ("cos", "sin"):
@@ -237,8 +246,14 @@ class AttendArgs:
             q_norm=self.q_norm is not None,
             k_norm=self.k_norm is not None,
             window=self.window,
+            in_order=len(self.out.shape) == 1,
             **place_of(self.qkv, b),
         )
+
+
+def why_in_rows(call: StepCall) -> tuple[str, ...]:
+    """Why what writes rows declines a call."""
+    return ("writes rows, and not in the order of gluon-decode's lanes",) if call.in_order else ()
 
 
 def check_axes(a: Array, name: str, axes: int) -> tuple[int, ...]:

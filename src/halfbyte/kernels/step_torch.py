@@ -15,11 +15,12 @@ from halfbyte.kernels.step import (
     add_norm_cost,
     attend_cost,
     gate_cost,
+    why_in_rows,
 )
 
 
 def _refuse(call: StepCall) -> tuple[str, ...]:
-    return why_not_torch(call.library)
+    return *why_not_torch(call.library), *why_in_rows(call)
 
 
 def _bind_add_norm(args: AddNormArgs) -> Callable[..., None]:

@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 from halfbyte import jit
 from halfbyte.kernels.cpu.scalars import BF16_KIND, F32_KIND, bits_of, float_of, narrow, widen
-from halfbyte.kernels.cpu.tiles import GAIN, ROUND, STEP, emit_tile, staging
+from halfbyte.kernels.cpu.tiles import GAIN, ROUND, STEP, emit_sums, emit_tile, staging
 from halfbyte.kernels.cpu.vectors import I8, I64, Emit
 
 NAMES = ("bf16", "halves", "fma", "portable")
@@ -102,8 +102,10 @@ _step_memory = _stack_of(4 * STEP)
 _SUMS = 4 * TOKENS * UNIT
 sums_memory = _stack_of(_SUMS)
 _TAIL = 4 * (ROUND // 2 + ROUND // 16)
-_tile_memory = _stack_of(_TAIL + 64)
-"""What is left of four rows after whole rounds, and the sums of a tile."""
+_tail_memory = _stack_of(_TAIL)
+"""What is left of four rows after whole rounds."""
+_lanes_memory = _stack_of(64 * UNIT)
+"""The sums of one token before their lanes are added up."""
 
 
 @_inner
@@ -198,12 +200,23 @@ def _tile_of(form: int, rows: int, tokens: int) -> Any:
     @intrinsic
     def tile(typing, codes, scales, x, rounds, next_codes, next_scales, next_token, last, ahead, ahead_scales, out):
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            emit_tile(Emit(builder), name, parts, rows, tokens, values)
+            emit_tile(Emit(builder), name, parts, rows, tokens, 4 * UNIT, values)
             return context.get_dummy_value()
 
         return types.void(*[_i64] * 11), code
 
     return tile
+
+
+@intrinsic
+def _add_lanes(typing: Any, lanes: Any, out: Any) -> Any:
+    """``emit_sums`` as a function."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        emit_sums(Emit(builder), *values)
+        return context.get_dummy_value()
+
+    return types.void(_i64, _i64), code
 
 
 @_inner
@@ -216,14 +229,6 @@ def _copy_rest(codes, scales, next_codes, next_scales, last, rest, tail, tail_sc
         for i in range(ROUND // 16):
             scale = _read_u8(scales + r * next_scales, i) if i < rest // 16 else np.uint8(0)
             _write_u8(tail_scales + r * (ROUND // 16), i, scale)
-
-
-@_inner
-def _add(result, rows, tokens, last, sums):
-    """Add a tile of R rows, of which ``last`` + 1 exist, times T tokens to (T, UNIT)."""
-    for r in range(last + 1):
-        for t in range(tokens):
-            _write_f32(sums, t * UNIT + r, _read_f32(sums, t * UNIT + r) + _read_f32(result, r * tokens + t))
 
 
 @jit.compiled
@@ -252,8 +257,8 @@ def _unit_of(form: int, several: bool, alike: bool = False) -> Any:
     two, four, eight = (_tile_of(form, r, t) if several else one for r, t in ((4, 2), (2, 4), (2, 8)))
 
     def unit(low, high, x, count, k, codes, scales, next_token, then_codes, then_scales, sums):
-        tail = _tile_memory()
-        tail_scales, result = tail + 4 * (ROUND // 2), tail + _TAIL
+        tail, lanes = _tail_memory(), _lanes_memory()
+        tail_scales = tail + 4 * (ROUND // 2)
         for i in range(count * UNIT):
             _write_f32(sums, i, np.float32(0))
         pieces = (k + K_BLOCK - 1) // K_BLOCK
@@ -262,40 +267,36 @@ def _unit_of(form: int, several: bool, alike: bool = False) -> Any:
         for start in range(0, k, block):
             size = min(block, k - start)
             done = size // ROUND * ROUND
-            for row in range(low, high, 4):
-                last = min(high - row, 4) - 1
-                next_codes, next_scales, rounds = k // 2, k // 16, done // ROUND
-                at_codes, at_scales = (
-                    codes + row * next_codes + start // 2,
-                    scales + row * next_scales + start // 16,
-                )
-                to_row, to_start = row + jump, start
-                if to_row >= high:
-                    to_row, to_start = to_row - high + low, start + block
-                ahead = (to_row - row) * next_codes + (to_start - start) // 2
-                ahead_scales = (to_row - row) * next_scales + (to_start - start) // 16
-                if to_start >= k:
-                    ahead = then_codes + (to_row - low) * next_codes - at_codes
-                    ahead_scales = then_scales + (to_row - low) * next_scales - at_scales
-                at_x = x + start * width
-                for phase in range(2):  # whole rounds, then the rest as one round
-                    if phase == 1:
-                        rest = size - done
-                        if rest == 0:
-                            break
+            for phase in range(2):  # whole rounds, then the rest as one round
+                rounds, rest = (done // ROUND, 0) if phase == 0 else (1, size - done)
+                if rounds == 0 or (phase == 1 and rest == 0):
+                    continue
+                at_x = x + (start + phase * done) * width
+                for row in range(low, high, 4):
+                    last = min(high - row, 4) - 1
+                    next_codes, next_scales = k // 2, k // 16
+                    at_codes = codes + row * next_codes + start // 2
+                    at_scales = scales + row * next_scales + start // 16
+                    if phase == 0:
+                        to_row, to_start = row + jump, start
+                        if to_row >= high:
+                            to_row, to_start = to_row - high + low, start + block
+                        ahead = (to_row - row) * next_codes + (to_start - start) // 2
+                        ahead_scales = (to_row - row) * next_scales + (to_start - start) // 16
+                        if to_start >= k:
+                            ahead = then_codes + (to_row - low) * next_codes - at_codes
+                            ahead_scales = then_scales + (to_row - low) * next_scales - at_scales
+                    else:
                         _copy_rest(at_codes + done // 2, at_scales + done // 16, next_codes, next_scales, last,
                                    rest, tail, tail_scales)  # fmt: skip
                         at_codes, at_scales, next_codes, next_scales = tail, tail_scales, ROUND // 2, ROUND // 16
-                        rounds, at_x, ahead, ahead_scales = 1, at_x + done * width, 0, 0
-                    if not rounds:
-                        continue
+                        ahead, ahead_scales = 0, 0
                     token = 0
                     while several and token < count - 1:
                         here, to = at_x + token * next_token, sums + 4 * (token * UNIT + row - low)
                         if count - token < 4:
                             two(at_codes, at_scales, here, rounds, next_codes, next_scales, next_token, last,
-                                ahead, ahead_scales, result)  # fmt: skip
-                            _add(result, 4, 2, last, to)
+                                ahead, ahead_scales, to)  # fmt: skip
                             token += 2
                             continue
                         step = 8 if eights and count - token >= 8 else 4
@@ -303,17 +304,17 @@ def _unit_of(form: int, several: bool, alike: bool = False) -> Any:
                             c, s, final = at_codes + r * next_codes, at_scales + r * next_scales, min(last - r, 1)
                             if step == 8:
                                 eight(c, s, here, rounds, next_codes, next_scales, next_token, final, ahead,
-                                      ahead_scales, result)  # fmt: skip
+                                      ahead_scales, to + 4 * r)  # fmt: skip
                             else:
                                 four(c, s, here, rounds, next_codes, next_scales, next_token, final, ahead,
-                                     ahead_scales, result)  # fmt: skip
-                            _add(result, 2, step, final, to + 4 * r)
+                                     ahead_scales, to + 4 * r)  # fmt: skip
                         token += step
                     if token < count:
-                        here, to = at_x + token * next_token, sums + 4 * (token * UNIT + row - low)
-                        one(at_codes, at_scales, here, rounds, next_codes, next_scales, next_token, last, ahead,
-                            ahead_scales, result)  # fmt: skip
-                        _add(result, 4, 1, last, to)
+                        one(at_codes, at_scales, at_x + token * next_token, rounds, next_codes, next_scales,
+                            next_token, last, ahead, ahead_scales, lanes + 64 * (row - low))  # fmt: skip
+                if not several or count % 2:
+                    for row in range(0, high - low, 16):
+                        _add_lanes(lanes + 64 * row, sums + 4 * ((count - 1) * UNIT + row))
         return 0
 
     return jit.compiled(unit, name=f"{NAMES[form]}_{'alike' if alike else 'several' if several else 'one'}")

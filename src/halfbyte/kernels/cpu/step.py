@@ -23,6 +23,7 @@ from halfbyte.kernels.step import (
     add_norm_cost,
     attend_cost,
     gate_cost,
+    why_in_rows,
 )
 
 _PARALLEL: Final = 1 << 19
@@ -98,7 +99,7 @@ def _float(number: float) -> Any:
 
 
 def _refuse(call: StepCall) -> tuple[str, ...]:
-    reasons = [*why_not_torch(call.library)]
+    reasons = [*why_not_torch(call.library), *why_in_rows(call)]
     if call.device != "cpu":
         reasons.append(f"runs on the CPU, not on {call.device}")
     missing = jit.missing()

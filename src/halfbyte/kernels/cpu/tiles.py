@@ -92,8 +92,22 @@ def _lanes(form: str, step: int, half: int) -> list[int]:
     return [step * per_step + lane // 2 for lane in range(16)]
 
 
-def emit_tile(e: Emit, form: str, parts: int, rows: int, tokens: int, args: Any) -> None:
-    """Store the sums of R rows times T tokens over some rounds, row by row, as R * T f32.
+def emit_sums(e: Emit, lanes: Any, out: Any) -> None:
+    """Add what ``emit_tile`` left of 16 rows and one token to 16 f32.
+
+    Args:
+        e: where the code goes.
+        lanes: where the lanes of the first row are, at a multiple of 64.
+        out: where the sums go.
+    """
+    sums, order = e.sums([e.load(F32X16, e.at(lanes, 64 * r), 64) for r in range(16)])
+    e.store(e.b.fadd(e.load(F32X16, out, 4), e.shuffle(sums, order)), out, 4)
+
+
+def emit_tile(e: Emit, form: str, parts: int, rows: int, tokens: int, next_sums: int, args: Any) -> None:
+    """Add the sums of R rows times T tokens over some rounds to R f32 of each token.
+
+    The sums of one token stay lanes, 16 f32 for each row, which ``emit_sums`` adds up of more rows at once.
 
     Args:
         e: where the code goes.
@@ -101,9 +115,11 @@ def emit_tile(e: Emit, form: str, parts: int, rows: int, tokens: int, args: Any)
         parts: of each activation.
         rows: R.
         tokens: T; R * T is 1, 2, 4, 8 or 16.
+        next_sums: bytes from where the sums of a token go to the next's.
         args: codes and scales of the first row, activations of the first token, rounds, bytes from a row's codes and
             scales to the next's, bytes from a token to the next, number of the last row that there is (later ones
-            repeat it), bytes to what is prefetched of codes and scales, and where the sums go.
+            repeat it), bytes to what is prefetched of codes and scales, and where the sums of the first token go, or
+            the lanes, at a multiple of 64.
     """
     b = e.b
     codes, scales, x, rounds, next_codes, next_scales, next_token, last, ahead, ahead_scales, out = args
@@ -182,6 +198,11 @@ def emit_tile(e: Emit, form: str, parts: int, rows: int, tokens: int, args: Any)
     done = steps * STEP
     moved = [b.add(at_x, I64(x_step * steps)), b.add(at_codes, I64(done // 2)), b.add(at_scales, I64(done // BLOCK))]
     results = loop.end([total[at] for at in tile] + moved)[: len(tile)]
+    if tokens == 1:
+        for r, value in enumerate(results):
+            e.store(value, e.at(out, 64 * r), 64)
+        return
     sums, lanes = e.sums(results)
-    for place, lane in enumerate(lanes):
-        e.store(b.extract_element(sums, I32(lane)), e.at(out, 4 * place), 4)
+    for (r, t), lane in zip(tile, lanes, strict=True):
+        at = e.at(out, next_sums * t + 4 * r)
+        e.store(b.fadd(e.load(F32, at, 4), b.extract_element(sums, I32(lane))), at, 4)

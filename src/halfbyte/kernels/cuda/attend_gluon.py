@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from halfbyte.kernels.base import Kernel
 from halfbyte.kernels.cuda.launch import why_not
-from halfbyte.kernels.cuda.step import TYPES, compiled, in_shares, load_add_up
+from halfbyte.kernels.cuda.step import TYPES, compiled, in_shares, load_add_up, why_more
 from halfbyte.kernels.step import AttendArgs, AttendCall, attend_cost
 
 DTYPES: Final = ("bfloat16", "float16")
@@ -27,7 +27,7 @@ DIMS: Final = (64, 128)
 ENTRIES: Final = 16
 """Of a warp at once."""
 AT_ONCE: Final = 264
-"""Programs of 4 warps that the registers of an H200 hold."""
+"""Programs of 4 warps that the registers of an H200 hold; of those with 8 half as many."""
 FEW: Final = 66
 """Programs of 8 warps that leave half of it to the kernels behind."""
 SHORT: Final = 4
@@ -53,10 +53,11 @@ def configure(call: AttendCall) -> Attend:
     """``FEW`` programs where they are soon over, or else ``AT_ONCE``; fewer, where the largest is then no larger."""
     pairs = call.rows * call.kv_heads
     soon = call.room <= SHORT * (FEW // pairs) * ENTRIES * 8
-    warps, programs = (8, FEW) if soon else (4, AT_ONCE)
+    many = AT_ONCE // 8 < pairs <= AT_ONCE // 2
+    warps, programs = (8, FEW) if soon else (8, AT_ONCE // 2) if many else (4, AT_ONCE)
     blocks = -(-call.room // (ENTRIES * warps))
     most = max(1, programs // pairs)
-    return Attend(splits=-(-blocks // -(-blocks // most)), warps=warps)
+    return Attend(splits=-(-blocks // -(-blocks // most)), warps=warps, registers=168 if many and not soon else None)
 
 
 def parts(call: AttendCall, made: Attend, settled: bool) -> tuple[Any, Any, int]:
@@ -77,6 +78,7 @@ def parts(call: AttendCall, made: Attend, settled: bool) -> tuple[Any, Any, int]
         "K_NORM": call.k_norm,
         "EARLY": True,
         "SETTLED": settled,
+        "ORDERS": call.in_order and made.splits == 1,
     }
     return signature, constants, made.warps
 
@@ -90,6 +92,7 @@ def refuse(call: AttendCall) -> tuple[str, ...]:
         reasons.append(f"takes heads of {' or '.join(map(str, DIMS))} values, not {call.dim}")
     if call.heads > MOST_GROUP * call.kv_heads:
         reasons.append(f"takes up to {MOST_GROUP} query heads for a key head, not {call.heads // call.kv_heads}")
+    reasons += why_more(call)
     return tuple(reasons)
 
 

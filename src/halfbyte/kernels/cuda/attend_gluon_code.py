@@ -12,6 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from halfbyte.kernels.cuda.decode_gluon_code import ordered_at
+
 
 @gluon.constexpr_function
 def _bits(first, last):
@@ -170,11 +172,12 @@ def attend(
     K_NORM: gl.constexpr,
     EARLY: gl.constexpr,
     SETTLED: gl.constexpr,
+    ORDERS: gl.constexpr,
 ):
     """The share of one split in the attention of G query heads to one key head of a sequence.
 
     Arguments are those of ``step_code.attend``; G is at most 8, D a multiple of 64. Block j of 16 entries for each warp
-    is for split j mod S.
+    is for split j mod S. If it ORDERS, ``out`` lies in order.
     """
     W: gl.constexpr = gl.num_warps()
     R: gl.constexpr = 8 if G < 8 else 16
@@ -288,7 +291,11 @@ def attend(
     inside = (h < G)[:, None] & (d >= 0)[None, :]
     if S == 1:
         y = found / total[:, None]
-        gl.store(out + to * D + (h[:, None] * D + d[None, :]), y.to(TO), mask=inside)
+        if ORDERS:
+            place = ordered_at(gl.program_id(2), (head * G + h)[:, None] * D + d[None, :])
+        else:
+            place = to * D + (h[:, None] * D + d[None, :])
+        gl.store(out + place, y.to(TO), mask=inside)
     else:
         to = to * S + split
         gl.store(sums + to * D + (h[:, None] * (S * D) + d[None, :]), found, mask=inside)

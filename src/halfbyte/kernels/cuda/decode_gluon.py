@@ -49,6 +49,7 @@ from halfbyte.kernels.cuda.fragments import decode_code, scale_code
 from halfbyte.kernels.cuda.launch import Program, program, why_not
 from halfbyte.kernels.cuda.shared import Written
 from halfbyte.kernels.gated import GatedArgs, GatedCall, gated_cost
+from halfbyte.kernels.in_order import FEWEST, InOrderArgs, InOrderCall, in_order_cost
 from halfbyte.layouts import Fragments
 from halfbyte.layouts.fragments import FACTOR, STEPS
 from halfbyte.numerics import BLOCK, Array
@@ -127,6 +128,11 @@ CONFIGURATIONS: Final = (
 )
 """All that are chosen."""
 
+LONG: Final = 128
+"""Units of k of which more are shared by 8 warps, where x lies in order."""
+AT_ONCE: Final = 396
+"""Programs of 4 warps with 168 registers that an H200 holds."""
+
 
 def signature(dtype: str, out_dtype: str, bias_dtype: str) -> dict[str, str]:
     """The types of the device code's arguments."""
@@ -143,8 +149,9 @@ def signature(dtype: str, out_dtype: str, bias_dtype: str) -> dict[str, str]:
 
 
 def constants(
-    shape: tuple[int, int], rows: int, dtype: str, *, per_row: bool, bias: bool, made: Decode, gate: str | None = None
-) -> dict[str, Any]:
+    shape: tuple[int, int], rows: int, dtype: str, *, per_row: bool, bias: bool, made: Decode, gate: str | None = None,
+    in_order: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """The constants of the device code for a weight (N, K) and so many tokens."""
     n, k = shape
     units = -(-k // UNIT)
@@ -167,13 +174,26 @@ def constants(
         "FACTOR": FACTOR,
         "KEEP": "evict_first",
         "GATE": gate,
+        "ORDERED": in_order,
     }
 
 
-def parts(call: Call, bias_dtype: str, made: Decode, gate: str | None = None) -> tuple[dict[str, str], dict[str, Any]]:
-    """The signature and the constants for a call; without a bias its dtype is any."""
+def parts(
+    call: Call, bias_dtype: str, made: Decode, gate: str | None = None, in_order: bool = False
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """The signature and the constants for a call; without a bias its dtype is any.
+
+    Args:
+        call: what is multiplied.
+        bias_dtype: of the bias.
+        made: the configuration.
+        gate: an activation, or None.
+        in_order: x lies so (``halfbyte.kernels.in_order``); with a gate the result, too.
+    """
     n, k = call.shape
-    held = constants((n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made, gate=gate)
+    held = constants(
+        (n, k), call.rows, call.dtype, per_row=call.per_row, bias=call.bias, made=made, gate=gate, in_order=in_order
+    )
     return signature(call.dtype, call.out_dtype, bias_dtype), held
 
 
@@ -231,24 +251,30 @@ def bind(args: LinearArgs, made: Decode | None = None) -> Callable[[Array, Array
     return _bind(args, call, configure(call) if made is None else made)
 
 
+def bind_in_order(args: InOrderArgs, made: Decode | None = None) -> Callable[[Array, Array | None, Array], None]:
+    """As ``bind``, of x in order."""
+    call = args.call()
+    return _bind(args, call, configure_in_order(call) if made is None else made, in_order=True)
+
+
 def bind_gated(args: GatedArgs, made: Decode | None = None) -> Callable[[Array, Array | None, Array], None]:
     """As ``bind``, with a gate."""
     call = args.call()
-    return _bind(args, call.linear(), configure_gated(call) if made is None else made, args.activation)
+    made = configure_gated(call) if made is None else made
+    return _bind(args, call.linear(), made, args.activation, call.in_order)
 
 
 def _bind(
-    args: LinearArgs | GatedArgs, call: Call, made: Decode, gate: str | None = None
-) -> Callable[[Array, Array | None, Array], None]:
+    args: LinearArgs | GatedArgs | InOrderArgs, call: Call, made: Decode, gate: str | None = None,
+    in_order: bool = False,
+) -> Callable[[Array, Array | None, Array], None]:  # fmt: skip
     n, rows = call.shape[0], call.rows
     buffers = args.weight.buffers()
     codes, scales, scale2 = (buffers[name].data_ptr() for name in ("codes", "scales", "scale2"))
     device = args.x.device
     grid = (-(-n // (TILE * tiles_of(n, made, gate))), 1, 1)
-    ordinary, early = (
-        _program(call, "float32" if args.bias is None else dtype_name(args.bias.dtype), made, device, pdl, gate)
-        for pdl in (False, True)
-    )
+    bias_dtype = "float32" if args.bias is None else dtype_name(args.bias.dtype)
+    ordinary, early = (_program(call, bias_dtype, made, device, pdl, gate, in_order) for pdl in (False, True))
     written = Written(device)
     counted = not any(buffers[name].is_inference() for name in ("codes", "scales"))
 
@@ -269,12 +295,14 @@ def _bind(
     return run
 
 
-def _program(call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool, gate: str | None = None) -> Program:
+def _program(
+    call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool, gate: str | None = None, in_order: bool = False
+) -> Program:
     from halfbyte.kernels.cuda.decode_gluon_code import decode
 
     return program(
         decode,
-        *parts(call, bias_dtype, made, gate),
+        *parts(call, bias_dtype, made, gate, in_order),
         device=device,
         warps=made.warps,
         pdl=pdl,
@@ -284,19 +312,42 @@ def _program(call: Call, bias_dtype: str, made: Decode, device: Any, pdl: bool, 
 
 def configure_gated(call: GatedCall) -> Decode:
     """The configuration for a call with a gate."""
-    return FEW_GATED if call.rows <= 8 else MANY_GATED
+    if not call.in_order:
+        return FEW_GATED if call.rows <= 8 else MANY_GATED
+    units = -(-call.shape[-1] // UNIT)
+    warps = 2 if 2 * units <= LONG else 4 if units <= LONG else 8
+    return Decode(warps=warps, tiles=2, ahead=3, unroll=64, registers=128)
+
+
+def configure_in_order(call: InOrderCall) -> Decode:
+    """The configuration for a call of x in order: the more registers the fewer programs there are."""
+    n, k = call.shape
+    if k > LONG * UNIT:
+        return Decode(warps=8, ahead=6, unroll=64, registers=128)
+    few = -(-n // TILE) <= AT_ONCE
+    return Decode(warps=4, ahead=8 if few else 6, registers=168 if few else 128)
 
 
 def refuse_gated(call: GatedCall) -> tuple[str, ...]:
     """Why it declines a call with a gate."""
-    from halfbyte.kernels import forced
-
-    reasons, wanted = refuse(call), forced(LinearArgs.op)
-    if wanted not in (None, NAME):
-        reasons = (*reasons, f"HALFBYTE_KERNEL asks for {wanted}")
+    reasons = _refuse_in_order(call) if call.in_order else (*refuse(call), *_refuse_forced())
     if call.shape[-2] % (2 * TILE):
         reasons = (*reasons, f"takes gates that are a multiple of {TILE}, not {call.shape[-2] / 2:g}")
     return reasons
+
+
+def _refuse_in_order(call: Call) -> tuple[str, ...]:
+    reasons = (*refuse(call), *_refuse_forced())
+    if call.rows < FEWEST:
+        reasons = (*reasons, f"takes {FEWEST} tokens or more in order, not {call.rows}")
+    return reasons
+
+
+def _refuse_forced() -> tuple[str, ...]:
+    from halfbyte.kernels import forced
+
+    wanted = forced(LinearArgs.op)
+    return () if wanted in (None, NAME) else (f"HALFBYTE_KERNEL asks for {wanted}",)
 
 
 def load_gated(call: GatedCall) -> None:
@@ -304,7 +355,16 @@ def load_gated(call: GatedCall) -> None:
     import torch
 
     for pdl in (False, True):
-        _program(call.linear(), "float32", configure_gated(call), torch.device(call.device), pdl, call.activation)
+        made, device = configure_gated(call), torch.device(call.device)
+        _program(call.linear(), "float32", made, device, pdl, call.activation, call.in_order)
+
+
+def _load_in_order(call: InOrderCall) -> None:
+    import torch
+
+    for pdl in (False, True):
+        made, device = configure_in_order(call), torch.device(call.device)
+        _program(call.linear(), "float32", made, device, pdl, in_order=True)
 
 
 def compile_as(call: Call, made: Decode) -> None:
@@ -334,4 +394,13 @@ GATED: Final = Kernel(
     cost=gated_cost,
     load=load_gated,
     bind=bind_gated,
+)
+IN_ORDER: Final = Kernel(
+    name="gluon-in-order",
+    bundle=InOrderArgs,
+    description="gluon-decode of 9 to 16 tokens that lie in the order of its lanes; Hopper",
+    refuse=_refuse_in_order,
+    cost=in_order_cost,
+    load=_load_in_order,
+    bind=bind_in_order,
 )

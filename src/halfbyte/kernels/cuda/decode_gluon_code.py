@@ -3,6 +3,8 @@
 A warp reads a unit of 16 rows and 64 k as it lies: lane 4 g + q has the four words of rows g and g + 8 in block q of k,
 the two scales, and the 16 activations of that block. So a step of m16n8k16 takes from each lane the same half h of
 words 2 s and 2 s + 1, decoded, and two neighbouring registers of x: k runs in the order u, h, s, then over lanes.
+
+x as ``halfbyte.kernels.in_order`` has it is what lanes read one after the other.
 """
 
 from __future__ import annotations
@@ -76,25 +78,49 @@ def _weights(
 
 
 @gluon.jit
+def ordered_at(m, k):
+    """Where element (m, k) lies in activations as ``halfbyte.kernels.in_order`` has them."""
+    unit = k // 64 * 1024 + m // 8 * 512 + k % 16 // 8 * 256
+    return unit + (m % 8 * 32 + k % 64 // 16 * 8 + k % 8)
+
+
+@gluon.jit
 def _activations(
-    at, odd, there, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr, HALF: gl.constexpr
+    at, odd, there, W: gl.constexpr, NB: gl.constexpr, B: gl.constexpr, HALF: gl.constexpr, ORDERED: gl.constexpr
 ):  # fmt: skip
     """(W, NB, 16) addresses, of four words of each half block -> (W, 64, NB), as the operand B, k as of ``_weights``.
 
     Rows lie multiples of 128 bytes apart, mostly, so in the same banks; where ``odd``, the second half is read first.
+    Of what is ORDERED it lies 128 words behind the first.
     """
+    SWAPS: gl.constexpr = NB > 8 and not ORDERED
+    if ORDERED:
+        then = at + 128
+    else:
+        then = at + (4 - odd * 8) if NB > 8 else at + 4
     if there is None:
         one = gl.load(at)
-        two = gl.load(at + gl.where(odd, -4, 4) if NB > 8 else at + 4)
+        two = gl.load(then)
     else:
         one = gl.load(at, mask=there, other=0)
-        two = gl.load(at + gl.where(odd, -4, 4) if NB > 8 else at + 4, mask=there, other=0)
-    low = _pair(gl.where(odd, two, one) if NB > 8 else one, HALF)
-    high = _pair(gl.where(odd, one, two) if NB > 8 else two, HALF)
+        two = gl.load(then, mask=there, other=0)
+    low = _pair(gl.where(odd != 0, two, one) if SWAPS else one, HALF)
+    high = _pair(gl.where(odd != 0, one, two) if SWAPS else two, HALF)
     x = (
         gl.join(low, high).reshape(W, NB, 4, 2, 2, 2, 2).permute(0, 6, 3, 4, 2, 5, 1)
     )  # w m kt s i p h -> w | h s i kt p | m
     return gl.convert_layout(x.reshape(W, 64, NB), B, assert_trivial=True)
+
+
+@gluon.jit
+def _x(
+    at, unit, xk, odd, j: gl.constexpr, FIRST: gl.constexpr, K: gl.constexpr, S: gl.constexpr, W: gl.constexpr,
+    NB: gl.constexpr, B: gl.constexpr, HALF: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Those of step ``j`` behind FIRST, and of the next S - 1; 0 beyond K."""
+    STEP: gl.constexpr = FIRST + j
+    there = None if (STEP + S) * W * 64 <= K else (STEP * W + unit) * 64 + xk // 4 * 16 < K
+    return _activations(at + j * W * (512 if ORDERED else 32), odd, there, W, NB, B, HALF, ORDERED)
 
 
 @gluon.jit
@@ -178,6 +204,7 @@ def decode(
     FACTOR: gl.constexpr,
     KEEP: gl.constexpr,
     GATE: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     """Up to NB rows of x times R tiles of 16 rows of the weight.
 
@@ -206,6 +233,8 @@ def decode(
         FACTOR: what products lack beside scale2.
         KEEP: eviction policy of codes and scales.
         GATE: an activation: activation(gate) * up is written, of both rounded; N is a multiple of 32. Or None.
+        ORDERED: x lies in order, and with a GATE out, too; S is 1. Of what is not a loop, x of a unit is on its way
+            while the one before is multiplied, and the assembler does not put off the loads of D units.
     """
     W: gl.constexpr = gl.num_warps()
     HALF: gl.constexpr = x_ptr.dtype.element_ty
@@ -216,6 +245,7 @@ def decode(
     SCALES: gl.constexpr = _scales_layout(W, R)
     X: gl.constexpr = _x_layout(W, NB)
     UNITS: gl.constexpr = (K + 63) // 64
+    EACH: gl.constexpr = 512 if ORDERED else 32
     STEPS: gl.constexpr = (UNITS + W - 1) // W
     REST: gl.constexpr = STEPS - L * D
 
@@ -234,12 +264,16 @@ def decode(
     xw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None, None]
     xm = gl.arange(0, NB, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
     xk = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
-    odd = (xm % 2 != 0) & (xk < 16) & (xw < W)
+    odd = xm % 2
     unit = xm % S * W + xw
-    x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + gl.minimum(xm // S, M - 1) * (K // 2)
-    x_at = x_at + (unit * 32 + xk // 4 * 8 + xk % 4)
-    if NB > 8:
-        x_at += gl.where(odd, 4, 0)
+    x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    if ORDERED:
+        x_at = x_at + (xw * EACH + xm // 8 * 256 + xm % 8 * 16 + xk)
+    else:
+        x_at = x_at + gl.minimum(xm // S, M - 1) * (K // 2)
+        x_at = x_at + (unit * EACH + xk // 4 * 8 + xk % 4)
+        if NB > 8:
+            x_at += odd * 4
 
     codes = ()
     scales = ()
@@ -269,17 +303,19 @@ def decode(
         for j in gl.static_range(D):
             next_codes = next_codes + (gl.load(codes_at + (j + D) * W * 128, eviction_policy=KEEP),)
             next_scales = next_scales + (gl.load(scales_at + (j + D) * W * 32, eviction_policy=KEEP),)
-            x = _activations(x_at + j * W * 32, odd, None, W, NB, B, HALF)
+            x = _activations(x_at + j * W * EACH, odd, None, W, NB, B, HALF, ORDERED)
             acc = mma_v2(_weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE), x, acc)
         codes = next_codes
         scales = next_scales
         codes_at += D * W * 128
         scales_at += D * W * 32
-        x_at += D * W * 32
+        x_at += D * W * EACH
     if S > 1 and PER_ROW:  # which takes the registers of loads where there are more
         row = gl.arange(0, R * 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
         n = (tile + _stripe(row // 16, T, STRIPES)) * 16 + row % 16
         scale2 = gl.load(scale2_ptr + n, mask=n < N, other=0.0)
+    if ORDERED:
+        next_x = _x(x_at, unit, xk, odd, 0, L * D, K, S, W, NB, B, HALF, ORDERED)
     for j in gl.static_range(REST):
         if j + D < REST:
             if (L * D + j + D + 1) * W <= UNITS:
@@ -291,9 +327,16 @@ def decode(
                 scales = scales + (
                     gl.load(scales_at + (j + D) * W * 32, mask=sw < left, other=0, eviction_policy=KEEP),
                 )
-        if (L * D + j) % S == 0:
-            there = None if (L * D + j + S) * W * 64 <= K else ((L * D + j) * W + unit) * 64 + xk // 4 * 16 < K
-            x = _activations(x_at + j * W * 32, odd, there, W, NB, B, HALF)
+        if ORDERED:
+            x = next_x
+            if j + 1 < REST:
+                next_x = _x(x_at, unit, xk, odd, j + 1, L * D, K, S, W, NB, B, HALF, ORDERED)
+            # no load moves past it; it becomes a NOP
+            gl.inline_asm_elementwise(
+                "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+            )
+        elif (L * D + j) % S == 0:
+            x = _x(x_at, unit, xk, odd, j, L * D, K, S, W, NB, B, HALF, ORDERED)
         w = _weights(codes[j], scales[j], W, R, A, HALF, DECODE, SCALE)
         acc = mma_v2(w, x, acc)
         if S > 1 and j + 1 < STEPS:
@@ -324,8 +367,12 @@ def decode(
     OUT: gl.constexpr = total.type.layout
     n = tile * 16 + gl.arange(0, T * 16, layout=gl.SliceLayout(1, OUT))
     m = gl.arange(0, NB // S, layout=gl.SliceLayout(0, OUT))
+    if ORDERED and GATE is not None:
+        to = ordered_at(m[None, :], n[:, None])
+    else:
+        to = m.to(gl.int64)[None, :] * N + n[:, None]
     gl.store(
-        out_ptr + (m.to(gl.int64)[None, :] * N + n[:, None]),
+        out_ptr + to,
         total.to(out_ptr.dtype.element_ty),
         mask=(m < M)[None, :] & ((n >= first) & (n < N))[:, None],
     )

@@ -2,15 +2,16 @@
 
 A program computes ``tiles`` times 16 results of up to 8 slots of one expert, as ``decode_gluon`` does those of up to 8
 tokens: what is said there of the order of sums and of their error holds here. A slot's results depend on no other slot,
-and those of a token are added in the order of its slots. So equal calls give equal bits. Another number of tokens may
-take another configuration, which adds the terms of a product in another order.
+and those of a token are added in the order of its slots. So equal calls give equal bits. Another number of tokens, or
+a routing that is settled, may take another configuration, which adds the terms of a product in another order.
 
 Slots are listed by expert first and added at the end, in launches of their own. One token has the two products alone:
 a program of the first takes a slot and reads its expert's number, and one of the second has all slots, each in a column
 of its own of the matrix unit, and adds them.
 
 What routing there is, is known only when the kernel ahead is over: the first product asks for no weight before. The
-second one asks for its first weights while the first one ends; see ``halfbyte.kernels.cuda.experts``.
+second one asks for its first weights while the first one ends; see ``halfbyte.kernels.cuda.experts``. Where all weights
+of a token's experts fit into the shared memory of the multiprocessors, it asks for all of its own.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ COLUMNS: Final = 8
 MOST_TOP: Final = 32
 _ALL_WARPS: Final = 2112
 """Of a launch; with fewer, an H200's memory has too little to do."""
+_MULTIPROCESSORS: Final = 132
+_HELD_BYTES: Final = 200 << 10
+"""Of weights in the shared memory of a multiprocessor, at most."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +64,35 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Held:
+    """How a product of one token runs whose programs have all their weights in shared memory, 16 results each.
+
+    Args:
+        warps: of a program, among which k is split; of down first the slots are, and there are as many at least.
+        steps: units of each warp that are waited for together.
+        registers: as of ``Product``.
+    """
+
+    warps: int = 4
+    steps: int = 8
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
 class ExpertsDecode:
     """How both run.
 
     Args:
         first: gate_up.
         second: down.
+        settled: gate_up where the routing of one token is settled; None for ``first``.
         together: slots of a token, at most, that a program of the second multiplies before it adds them.
         parts: of the warps of such a program, each of which takes another of those slots.
     """
 
-    first: Product = field(default_factory=Product)
-    second: Product = field(default_factory=Product)
+    first: Product | Held = field(default_factory=Product)
+    second: Product | Held = field(default_factory=Product)
+    settled: Product | Held | None = None
     together: int = 8
     parts: int = 1
 
@@ -96,12 +117,12 @@ def decoding(dtype: str, *, per_row: bool, bias: bool) -> dict[str, Any]:
     }
 
 
-def tiles_of(rows: int, made: Product) -> int:
+def tiles_of(rows: int, made: Product | Held) -> int:
     """Of a program: as configured, or what a narrow product has."""
-    return min(made.tiles, 1 << max(1, -(-rows // TILE)).bit_length() - 1)
+    return 1 if isinstance(made, Held) else min(made.tiles, 1 << max(1, -(-rows // TILE)).bit_length() - 1)
 
 
-def programs_of(rows: int, made: Product) -> int:
+def programs_of(rows: int, made: Product | Held) -> int:
     """Of a block, for so many results."""
     return -(-rows // (TILE * tiles_of(rows, made)))
 
@@ -152,11 +173,13 @@ def second_parts(call: ExpertsCall, bias: str, made: Product) -> tuple[dict[str,
     return types, constants
 
 
-def summed_parts(call: ExpertsCall, bias: str, made: ExpertsDecode) -> tuple[dict[str, str], dict[str, Any]]:
+def summed_parts(
+    call: ExpertsCall, bias: str, second: Product, together: int = 1, parts: int = 1
+) -> tuple[dict[str, str], dict[str, Any]]:
     """The same of down where it adds the slots of a token."""
-    numbers, second = Numbers.of(call.mixture), made.second
-    parts = min(made.parts, second.warps)
-    group = max(1, min(made.together, call.top + parts - 1) // parts) * parts
+    numbers = Numbers.of(call.mixture)
+    parts = min(parts, second.warps)
+    group = max(1, min(together, call.top + parts - 1) // parts) * parts
     units = -(-call.inner // UNIT)
     steps = group // parts * -(-units // (second.warps // parts))
     constants = {
@@ -171,6 +194,30 @@ def summed_parts(call: ExpertsCall, bias: str, made: ExpertsDecode) -> tuple[dic
         "refused_ptr": "*i64",
     }  # fmt: skip
     return types, constants
+
+
+def held_parts(
+    call: ExpertsCall, bias: str, made: Held, settled: bool | None
+) -> tuple[Any, tuple[dict[str, str], dict[str, Any]]]:
+    """The kernel, and the same, of a product with its weights in shared memory; of down where ``settled`` is None."""
+    from halfbyte.kernels.cuda import experts_held_code as code
+
+    like = Product(warps=made.warps)
+    parts = summed_parts(call, bias, like) if settled is None else first_parts(call, bias, like, settled)
+    kernel: Any = code.second if settled is None else code.first
+    constants = parts[1] | {"C": made.steps}
+    return kernel, (parts[0], {name: constants[name] for name in kernel.arg_names if name in constants})
+
+
+def may_hold(call: ExpertsCall) -> bool:
+    """Whether all weights of a token's experts find room in the multiprocessors' shared memory, and no slot is skipped.
+
+    Slots are shared out among 16 warps.
+    """
+    unit = 9 * UNIT // 16 * TILE
+    first = -(-call.top * (call.inner // TILE) // _MULTIPROCESSORS) * call.mixture.parts * -(-call.shape[-1] // UNIT)
+    second = -(-(call.shape[-1] // TILE) // _MULTIPROCESSORS) * call.top * -(-call.inner // UNIT)
+    return _whole(Numbers.of(call.mixture)) and call.top in (1, 2, 4, 8, 16) and (first + second) * unit <= _HELD_BYTES
 
 
 def _whole(numbers: Numbers) -> bool:
@@ -192,9 +239,12 @@ def configure(call: ExpertsCall) -> ExpertsDecode:
     hidden, inner = (-(-k // UNIT) for k in (call.shape[-1], call.inner))
     if listless(call):
         first = Product(warps=8, ahead=2) if hidden <= 64 else Product(warps=8, ahead=7, registers=128)
+        if may_hold(call):
+            return ExpertsDecode(first, Held(warps=16, steps=2), Held())
+        settled = first if hidden <= 64 else Product(warps=8, ahead=4, registers=96)
         if _whole(Numbers.of(call.mixture)):
-            return ExpertsDecode(first, Product(ahead=16) if inner <= 16 else Product(warps=8, ahead=12))
-        return ExpertsDecode(first, Product(warps=4 if inner <= 32 else 8, ahead=8), together=1)
+            return ExpertsDecode(first, Product(ahead=16) if inner <= 16 else Product(warps=8, ahead=12), settled)
+        return ExpertsDecode(first, Product(warps=4 if inner <= 32 else 8, ahead=8), settled, together=1)
     slots = call.rows * call.top * len(call.mixture.local) / max(1, call.mixture.experts)
     blocks = max(1.0, min(slots, call.touched))
     one, two = (_warps(blocks * programs_of(n, Product())) for n in (call.inner, call.shape[-1]))
@@ -220,6 +270,11 @@ def _warps(programs: float) -> int:
     return next((warps for warps in (1, 2, 4) if warps * programs >= _ALL_WARPS), 8)
 
 
+def first_of(made: ExpertsDecode, settled: bool) -> Product | Held:
+    """How gate_up runs."""
+    return made.settled if settled and made.settled is not None else made.first
+
+
 def programs(
     call: ExpertsCall,
     made: ExpertsDecode,
@@ -230,24 +285,20 @@ def programs(
     """Both products, compiled for a device."""
     from halfbyte.kernels.cuda import experts_decode_code as code
 
-    first, second, few = made.first, made.second, listless(call)
-    one = program(
-        code.one_first if few else code.listed,
-        *first_parts(call, biases[0], first, settled),
-        device=device,
-        warps=first.warps,
-        pdl=True,
-        maxnreg=first.registers,
-    )
-    parts = summed_parts(call, biases[1], made) if few else second_parts(call, biases[1], second)
-    two = program(
-        code.one_second if few else code.listed,
-        *parts,
-        device=device,
-        warps=second.warps,
-        pdl=True,
-        maxnreg=second.registers,
-    )
+    def made_of(kernel: Any, parts: tuple[dict[str, str], dict[str, Any]], how: Product | Held) -> Program:
+        return program(kernel, *parts, device=device, warps=how.warps, pdl=True, maxnreg=how.registers)
+
+    first, second, few = first_of(made, settled), made.second, listless(call)
+    if isinstance(first, Held):
+        one = made_of(*held_parts(call, biases[0], first, settled), first)
+    else:
+        one = made_of(code.one_first if few else code.listed, first_parts(call, biases[0], first, settled), first)
+    if isinstance(second, Held):
+        two = made_of(*held_parts(call, biases[1], second, None), second)
+    elif few:
+        two = made_of(code.one_second, summed_parts(call, biases[1], second, made.together, made.parts), second)
+    else:
+        two = made_of(code.listed, second_parts(call, biases[1], second), second)
     return one, two
 
 
@@ -277,23 +328,23 @@ def bind(args: ExpertsArgs, made: ExpertsDecode | None = None) -> Layer:
         for stack in (args.gate_up, args.down)
     ]
     added = [None if b is None else b.data_ptr() for b in biases]
-    each = programs_of(call.inner, made.first), programs_of(call.shape[-1], made.second)
     alone = listless(call)
     blocks, device = expected_blocks(call), args.hidden.device
-    grids = (blocks * each[0], 1, 1), (each[1] if alone else blocks * each[1], 1, 1)
+    last = ((1 if alone else blocks) * programs_of(call.shape[-1], made.second), 1, 1)
     table = table_of(args) if alone else None
     said = refused.word(device).data_ptr() if alone else 0
 
     def launches(settled: bool) -> Callable[..., None]:
         first, second = programs(call, made, device, (one, two), settled)
+        grid = (blocks * programs_of(call.inner, first_of(made, settled)), 1, 1)
 
         def run(hidden: Any, indices: Any, weights: Any, out: Any, lists: tuple[int, ...], h: int, y: int) -> None:
             routing: tuple[Any, ...] = lists
             to, scaled = y, tuple[int, ...]()
             if alone:
                 routing, to, scaled = (indices.data_ptr(), table), out.data_ptr(), (weights.data_ptr(), said)
-            first(grids[0], (*stacks[0], hidden.data_ptr(), added[0], h, *routing))
-            second(grids[1], (*stacks[1], h, added[1], to, *routing, *scaled))
+            first(grid, (*stacks[0], hidden.data_ptr(), added[0], h, *routing))
+            second(last, (*stacks[1], h, added[1], to, *routing, *scaled))
 
         return run
 

@@ -14,8 +14,9 @@ A slot has no place where its expert is not of the stack. It is then skipped or 
 computes it, and ``combine`` adds nothing, or makes the token NaN, of which ``halfbyte.kernels.cuda.refused`` tells.
 
 All is deterministic: a slot's place among the sorted ones is counted, by programs of 32 or 64 slots that each look
-at all of them, or where there are many at what two earlier launches counted and added up. Each launch starts early, and
-lets the one behind start early (see ``halfbyte.kernels.cuda.step``), which must not read lists before its own wait.
+at all of them, or where there are many at what an earlier launch counted, and where there are very many a second one
+added up. Each launch starts early, and lets the one behind start early (see ``halfbyte.kernels.cuda.step``), which must
+not read lists before its own wait.
 """
 
 from __future__ import annotations
@@ -36,10 +37,17 @@ HOPPER: Final = 90
 """The compute capability from which on kernels may overlap."""
 SKIPPED: Final = -1
 MOST_AT_ONCE: Final = 2048
-"""Slots that a program looks at, of up to ``MOST_BINS`` experts; with more of either there are three launches."""
+"""Slots that a program looks at, of up to ``MOST_BINS`` experts; with more of either there are more launches."""
 MOST_BINS: Final = 128
 COUNTED: Final = 64
-"""Slots of a program where there are more launches."""
+"""Slots of a program where there are more launches: at the least, and where there are three."""
+MOST_COUNTED: Final = 256
+"""At the most."""
+CHUNKS: Final = 256
+"""Programs where there are two launches, at the most; each adds up what all have counted."""
+TABLE: Final = 16384
+"""Counts that a program adds up at once, and ``TILES`` times so many at the most."""
+TILES: Final = 2
 ROWS: Final = 128
 SOME: Final = 16
 """Chunks and places that a program adds up at once."""
@@ -47,8 +55,9 @@ RUNS: Final = 16
 """Blocks of a program, where slots are sorted already."""
 WORD: Final = 4
 BLOCK: Final = 512
-"""Values of a program of ``combine``; four times as many where it passes over most slots."""
+"""Values of a program of ``combine``, one of few; of many twice as many, or four times where it passes over slots."""
 MANY: Final = 1024
+"""Programs of ``BLOCK`` that are few."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +144,29 @@ class Lists:
     @property
     def at_once(self) -> bool:
         """Whether there is one launch."""
-        return self.tokens * self.top * max(MOST_BINS, _bins(self.numbers)) <= MOST_AT_ONCE * MOST_BINS
+        return self.launches == 1
+
+    @property
+    def launches(self) -> int:
+        """One, or with more slots two, or three."""
+        if self.tokens * self.top * max(MOST_BINS, _bins(self.numbers)) <= MOST_AT_ONCE * MOST_BINS:
+            return 1
+        return 2 if self._shared <= MOST_COUNTED else 3
 
     @property
     def chunk(self) -> int:
         """Slots of a program."""
-        if not self.at_once:
+        if self.launches == 3:
             return COUNTED
+        if self.launches == 2:
+            return self._shared
         return 32 if self.tokens * self.top <= MOST_AT_ONCE // 2 or _bins(self.numbers) <= 64 else 64
+
+    @property
+    def _shared(self) -> int:
+        """Slots of each of so few programs that their counts are soon added up."""
+        each = -(-self.tokens * self.top // min(CHUNKS, TILES * TABLE // _bins(self.numbers)))
+        return max(COUNTED, 1 << (each - 1).bit_length())
 
     @property
     def chunks(self) -> int:
@@ -195,7 +219,7 @@ def counts_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str
     signature = {"indices": IDS[made.ids], "places": "*i32", "table": "*i32:16", "SLOTS": "i32"}
     numbers = made.numbers.constants()
     constants = {
-        "CHUNK": COUNTED,
+        "CHUNK": made.chunk,
         "BINS": _bins(made.numbers),
         **{name: numbers[name] for name in ("EXPERTS", "FIRST", "LOCAL")},
         "EARLY": capability >= HOPPER,
@@ -214,6 +238,7 @@ def lists_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str,
     slots = made.tokens * made.top
     every = max(made.chunk, 1 << (slots - 1).bit_length()) if made.at_once else 0
     bins = _bins(made.numbers)
+    rows = min(TABLE // bins, max(1, 1 << (made.chunks - 1).bit_length()))
     signature = {
         "indices": IDS[made.ids], "places": "*i32", "blocks": "*i32:16", "slots": "*i32:16", "count": "*i32:16",
         "offsets": "*i32:16", "table": "*i32:16", "refused": "*i64", "SLOTS": "i32",
@@ -222,11 +247,14 @@ def lists_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str,
         "SIZE": made.size,
         "CHUNK": made.chunk,
         "ALL": every,
+        "ROWS": rows if made.launches == 2 else 0,
+        "TILES": -(-made.chunks // rows),
+        "FILL": 1 << (made.size - 1).bit_length(),
         "BINS": bins,
         **made.numbers.constants(),
         "EARLY": capability >= HOPPER,
     }
-    return signature, constants, 8 if every > MOST_AT_ONCE // 2 and made.chunk > 32 else 4
+    return signature, constants, 8 if made.chunk > 128 or (every > MOST_AT_ONCE // 2 and made.chunk > 32) else 4
 
 
 def runs_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str, Any], int]:
@@ -255,19 +283,22 @@ def combine_parts(
         "y": "*fp32:16", "indices": IDS[ids], "weights": TYPES[weights], "places": "*i32", "out": f"{TYPES[out]}:16",
         "H": "i32:16" if h % ALIGNED == 0 else "i32",
     }  # fmt: skip
+    block, sparse = block_of(h, tokens, numbers), _sparse(h, tokens, numbers)
+    once = block > BLOCK and not sparse
     constants = {
         "TOP": top,
-        "BLOCK": block_of(h, tokens, numbers),
-        "SPARSE": _sparse(h, tokens, numbers),
+        "BLOCK": block,
+        "SPARSE": sparse,
+        "KEEP": "evict_first" if once else "",
         **numbers.constants(),
         "EARLY": capability >= HOPPER,
     }
-    return signature, constants, 4
+    return signature, constants, 8 if once else 4
 
 
 def block_of(h: int, tokens: int, numbers: Numbers) -> int:
     """Values of a program of ``combine``."""
-    return 4 * BLOCK if _sparse(h, tokens, numbers) else BLOCK
+    return BLOCK if tokens * h <= MANY * BLOCK else 4 * BLOCK if _sparse(h, tokens, numbers) else 2 * BLOCK
 
 
 def _sparse(h: int, tokens: int, numbers: Numbers) -> bool:
@@ -296,8 +327,9 @@ def bind_lists(
     slots = made.tokens * made.top
     run = _program(lists, lists_parts(made, capability), device, early)
     count = add = None
-    if not made.at_once:
+    if made.launches > 1:
         count = _program(counts, counts_parts(made, capability), device, early)
+    if made.launches == 3:
         add = _program(sums, sums_parts(made, capability), device, early)
     chunks, some = (made.chunks, 1, 1), (-(-_bins(made.numbers) // SOME), 1, 1)
     words = (made.blocks, made.slots, made.count, made.offsets, made.table)
@@ -311,8 +343,9 @@ def bind_lists(
         else:
             ids, told = indices.data_ptr(), noted.data_ptr()
             blocks, listed, total, offsets, table = [memory + WORD * word for word in words]
-        if count is not None and add is not None:
+        if count is not None:
             count(chunks, (ids, named, table, slots))
+        if add is not None:
             add(some, (table, made.chunks))
         run(chunks, (ids, named, blocks, listed, total, offsets, table, told, slots))
 

@@ -72,9 +72,9 @@ def sums(table, CHUNKS, ROWS: tl.constexpr, SOME: tl.constexpr, BINS: tl.constex
 @triton.jit(do_not_specialize=["SLOTS"])
 def lists(
     indices, places, blocks, slots, count, offsets, table, refused, SLOTS,
-    SIZE: tl.constexpr, CHUNK: tl.constexpr, ALL: tl.constexpr, BINS: tl.constexpr,
-    EXPERTS: tl.constexpr, FIRST: tl.constexpr, LOCAL: tl.constexpr, NULL: tl.constexpr, UNKNOWN: tl.constexpr,
-    EARLY: tl.constexpr,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr, ALL: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    FILL: tl.constexpr, BINS: tl.constexpr, EXPERTS: tl.constexpr, FIRST: tl.constexpr, LOCAL: tl.constexpr,
+    NULL: tl.constexpr, UNKNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Where CHUNK slots go.
 
@@ -87,12 +87,16 @@ def lists(
         slots: SIZE for each block; -1 where a block is not full.
         count: (1,), of blocks.
         offsets: (LOCAL + 1,), of the slots of each place among all that have one.
-        table: (chunks + 1, BINS) as of ``sums``, if ALL is 0.
+        table: (chunks, BINS) as of ``counts``, or (chunks + 1, BINS) as of ``sums``, if ALL is 0.
         refused: (1,) i64: which slot is refused, as in ``halfbyte.kernels.cuda.refused``.
         SLOTS: how many there are.
         SIZE: slots of a block.
         CHUNK: slots of a program, a power of two.
         ALL: SLOTS or more, a power of two, if each program looks at all of them; else 0.
+        ROWS: if ALL is 0, rows of ``table`` that are added up at once, a power of two, where it is as of ``counts``;
+            else 0.
+        TILES: of so many.
+        FILL: SIZE or more, a power of two.
         BINS: LOCAL or more, a power of two.
         EXPERTS: as of ``places_of``.
         FIRST: as of ``places_of``.
@@ -113,6 +117,14 @@ def lists(
             before = tl.histogram(tl.maximum(every, 0), BINS, mask=(every >= 0) & (each < start))
         else:
             before = tl.zeros([BINS], tl.int32)
+    elif ROWS:
+        total = tl.zeros([BINS], tl.int32)
+        before = tl.zeros([BINS], tl.int32)
+        for tile in tl.static_range(TILES):
+            row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+            found = tl.load(table + row * BINS + tl.arange(0, BINS)[None, :], mask=row < tl.num_programs(0), other=0)
+            total += tl.sum(found, 0)
+            before += tl.sum(tl.where(row < tl.program_id(0), found, 0), 0)
     else:
         total = tl.load(table + tl.num_programs(0) * BINS + tl.arange(0, BINS))
         before = tl.load(table + tl.program_id(0) * BINS + tl.arange(0, BINS))
@@ -126,22 +138,35 @@ def lists(
 
     slot = start + tl.arange(0, CHUNK)
     place = places_of(indices + slot, slot < SLOTS, places, EXPERTS, FIRST, LOCAL, NULL, UNKNOWN)
-    again = start + tl.arange(0, CHUNK)
-    theirs = places_of(indices + again, again < SLOTS, places, EXPERTS, FIRST, LOCAL, -1, -1)
-    same = (theirs[None, :] == place[:, None]) & (again[None, :] < slot[:, None])
     listed = place >= 0
     own = tl.maximum(place, 0)
-    rank = tl.gather(before, own, 0) + tl.sum(same.to(tl.int32), 1)
+    PART: tl.constexpr = min(CHUNK, 32)
+    ahead = tl.zeros([CHUNK, PART], tl.int32)
+    for part in tl.static_range(0, CHUNK, PART):
+        again = start + part + tl.arange(0, PART)
+        theirs = places_of(indices + again, again < SLOTS, places, EXPERTS, FIRST, LOCAL, -1, -1)
+        ahead += ((theirs[None, :] == place[:, None]) & (again[None, :] < slot[:, None])).to(tl.int32)
+    rank = tl.gather(before, own, 0) + tl.sum(ahead, 1)
     base = tl.gather(block, own, 0)
     last = listed & (rank + 1 == tl.gather(total, own, 0))
     tl.store(blocks + base + rank // SIZE, place, mask=listed & (rank % SIZE == 0))
     to = base * SIZE + rank
     tl.store(slots + to, slot, mask=listed)
-    STEP: tl.constexpr = 8 if SIZE > 8 else SIZE
-    for step in tl.static_range(0, SIZE, STEP):
-        after = 1 + step + tl.arange(0, STEP)[None, :]
-        empty = last[:, None] & (rank[:, None] % SIZE + after < SIZE)
-        tl.store(slots + (to[:, None] + after), -1, mask=empty)
+    if not ALL:
+        after = tl.arange(0, FILL)
+        one = tl.program_id(0)
+        while one < LOCAL:
+            mine = tl.arange(0, BINS) == one
+            many = tl.sum(tl.where(mine, total, 0), 0)
+            end = tl.sum(tl.where(mine, block, 0), 0) * SIZE + many
+            tl.store(slots + end + after, -1, mask=after < (SIZE - many % SIZE) % SIZE)
+            one += tl.num_programs(0)
+    else:
+        STEP: tl.constexpr = 8 if SIZE > 8 else SIZE
+        for step in tl.static_range(0, SIZE, STEP):
+            after = 1 + step + tl.arange(0, STEP)[None, :]
+            empty = last[:, None] & (rank[:, None] % SIZE + after < SIZE)
+            tl.store(slots + (to[:, None] + after), -1, mask=empty)
     if NULL < -1 or UNKNOWN < -1:
         worst = tl.min(tl.where((place < -1) & (slot < SLOTS), slot, SLOTS), 0)
         if worst < SLOTS:
@@ -210,8 +235,8 @@ def runs(
 @triton.jit
 def combine(
     y, indices, weights, places, out, H,
-    TOP: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr, EXPERTS: tl.constexpr, FIRST: tl.constexpr,
-    LOCAL: tl.constexpr, NULL: tl.constexpr, UNKNOWN: tl.constexpr, EARLY: tl.constexpr,
+    TOP: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr, KEEP: tl.constexpr, EXPERTS: tl.constexpr,
+    FIRST: tl.constexpr, LOCAL: tl.constexpr, NULL: tl.constexpr, UNKNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK values of a token: the results of its slots, each times its weight, added in the order of the slots.
 
@@ -225,6 +250,7 @@ def combine(
         TOP: slots of a token.
         BLOCK: a power of two.
         SPARSE: whether most slots are skipped, so that it pays to pass over them.
+        KEEP: eviction policy of y.
         EXPERTS: as of ``lists``.
         FIRST: as of ``lists``.
         LOCAL: as of ``lists``.
@@ -245,11 +271,13 @@ def combine(
         if SPARSE:
             if place >= 0:
                 weight = widened(tl.load(weights + slot), True)
-                total += tl.load(y + slot.to(tl.int64) * H + column, mask=column < H, other=0.0) * weight
+                at = y + slot.to(tl.int64) * H + column
+                total += tl.load(at, mask=column < H, other=0.0, eviction_policy=KEEP) * weight
         else:
             weight = tl.where(place >= 0, widened(tl.load(weights + slot), True), 0.0)
             there = (column < H) & (place >= 0)
-            total += tl.load(y + slot.to(tl.int64) * H + column, mask=there, other=0.0) * weight
+            at = y + slot.to(tl.int64) * H + column
+            total += tl.load(at, mask=there, other=0.0, eviction_policy=KEEP) * weight
         refused = refused | (place < -1)
     total = tl.where(refused, float("nan"), total)
     tl.store(out + token.to(tl.int64) * H + column, total.to(out.dtype.element_ty), mask=column < H)

@@ -29,6 +29,7 @@ from halfbyte.arrays import float_dtype
 from halfbyte.kernels.base import ALIGNED, Kernel
 from halfbyte.kernels.cuda.launch import Program, program, why_not
 from halfbyte.kernels.cuda.shared import in_turn, workspace
+from halfbyte.kernels.in_order import ROWS
 from halfbyte.kernels.step import (
     AddNormArgs,
     AddNormCall,
@@ -40,6 +41,7 @@ from halfbyte.kernels.step import (
     add_norm_cost,
     attend_cost,
     gate_cost,
+    why_in_rows,
 )
 
 TYPES: Final = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
@@ -84,13 +86,15 @@ def configure(call: AttendCall) -> Attend:
     return Attend(splits=1 << splits.bit_length() - 1)
 
 
-def add_norm_parts(dtype: str, width: int, residual: bool, capability: int) -> tuple[Any, Any, int]:
+def add_norm_parts(
+    dtype: str, width: int, residual: bool, capability: int, in_order: bool = False
+) -> tuple[Any, Any, int]:
     """Signature, constants and warps; capability 0 for Triton's interpreter."""
     of = _type(dtype, capability)
     block = max(256, 1 << max(0, width - 1).bit_length())
     names = ("x", "residual", "weight", "normed", "total")
     signature = {**dict.fromkeys(names, of), "H": _int(width), "eps": "fp32"}
-    constants = {"BLOCK": block, "RESIDUAL": residual, **_flags(dtype, capability)}
+    constants = {"BLOCK": block, "RESIDUAL": residual, **_flags(dtype, capability), "ORDERS": in_order}
     return signature, constants, max(1, min(16, block // 256))
 
 
@@ -138,6 +142,7 @@ def add_up_parts(call: AttendCall, shares: int, capability: int) -> tuple[Any, A
         "S": shares,
         "SP": 1 << (shares - 1).bit_length(),
         **_flags(call.dtype, capability),
+        "ORDERS": call.heads if call.in_order else 0,
     }
     return signature, constants, ADD_WARPS if shares <= MOST_SPLITS else 2 * ADD_WARPS
 
@@ -174,7 +179,7 @@ def bind_add_norm(args: AddNormArgs, early: bool = True) -> Callable[..., None]:
     from halfbyte.kernels.cuda.step_code import add_norm
 
     call = args.call()
-    made = add_norm_parts(call.dtype, call.width, call.residual, call.capability)
+    made = add_norm_parts(call.dtype, call.width, call.residual, call.capability, call.in_order)
     run = compiled(add_norm, *made, device=args.x.device, early=early)
     grid, width, plain = (call.rows, 1, 1), call.width, bool(run.plainly)
 
@@ -272,11 +277,17 @@ def _why_not(call: StepCall, dtypes: tuple[str, ...] = tuple(TYPES)) -> list[str
     return reasons
 
 
+def why_more(call: StepCall) -> tuple[str, ...]:
+    """Why what can write in order declines a call."""
+    many = call.in_order and call.rows > ROWS
+    return (f"has room for {ROWS} tokens in order, not {call.rows}",) if many else ()
+
+
 def _refuse_add_norm(call: AddNormCall) -> tuple[str, ...]:
     reasons = _why_not(call)
     if call.width > MOST_WIDTH:
         reasons.append(f"takes rows of up to {MOST_WIDTH} values, not {call.width}")
-    return tuple(reasons)
+    return *reasons, *why_more(call)
 
 
 def _refuse_gate(call: GateCall) -> tuple[str, ...]:
@@ -287,11 +298,11 @@ def _refuse_attend(call: AttendCall) -> tuple[str, ...]:
     reasons = _why_not(call)
     if call.dim > MOST_DIM or call.dim % 8:
         reasons.append(f"takes heads of multiples of 8 up to {MOST_DIM} values, not {call.dim}")
-    return tuple(reasons)
+    return *reasons, *why_in_rows(call)
 
 
 def _load_add_norm(call: AddNormCall) -> None:
-    _compile("add_norm", call, *add_norm_parts(call.dtype, call.width, call.residual, call.capability))
+    _compile("add_norm", call, *add_norm_parts(call.dtype, call.width, call.residual, call.capability, call.in_order))
 
 
 def _load_gate(call: GateCall) -> None:

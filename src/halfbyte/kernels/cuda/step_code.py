@@ -48,6 +48,13 @@ def _ask(at):
 
 
 @triton.jit
+def _ordered_at(m, k):
+    """Where element (m, k) lies in activations as ``halfbyte.kernels.in_order`` has them."""
+    unit = k // 64 * 1024 + m // 8 * 512 + k % 16 // 8 * 256
+    return unit + (m % 8 * 32 + k % 64 // 16 * 8 + k % 8)
+
+
+@triton.jit
 def add_norm(
     x,
     residual,
@@ -60,6 +67,7 @@ def add_norm(
     RESIDUAL: tl.constexpr,
     BITS: tl.constexpr,
     EARLY: tl.constexpr,
+    ORDERS: tl.constexpr,
 ):
     """A row.
 
@@ -75,6 +83,7 @@ def add_norm(
         RESIDUAL: whether there is one.
         BITS: whether bfloat16 comes as integers.
         EARLY: it starts before the kernel ahead of it ends, and so may the one behind.
+        ORDERS: ``normed`` lies in order.
     """
     column = tl.arange(0, BLOCK)
     inside = column < H
@@ -92,7 +101,14 @@ def add_norm(
         tl.store(total + at, _narrow(v, x.dtype.element_ty, BITS), mask=inside)
     mean = tl.sum(v * v, 0) / H
     v = _rounded(v * tl.rsqrt(mean + eps), x.dtype.element_ty, BITS)
-    tl.store(normed + at, _narrow(v * w, x.dtype.element_ty, BITS), mask=inside)
+    y = _narrow(v * w, x.dtype.element_ty, BITS)
+    if ORDERS:
+        first = tl.arange(0, BLOCK // 8) * 8
+        column = first[:, None] + tl.arange(0, 8)[None, :]
+        to = _ordered_at(tl.program_id(0), first)[:, None] + tl.arange(0, 8)[None, :]
+        tl.store(normed + to, tl.reshape(y, (BLOCK // 8, 8)), mask=column < H)
+    else:
+        tl.store(normed + at, y, mask=inside)
 
 
 @triton.jit
@@ -354,7 +370,7 @@ def attend(
 @triton.jit
 def add_up(
     sums, tops, out, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, BITS: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, ORDERS: tl.constexpr,
 ):  # fmt: skip
     """What the splits of ``attend`` found for one head of a sequence, added up.
 
@@ -368,6 +384,7 @@ def add_up(
         SP: a power of two, at least S.
         BITS: whether bfloat16 comes as integers.
         EARLY: it starts before the kernel ahead of it ends, and so may the one behind.
+        ORDERS: Hq where (B, Hq D) of ``out`` lies in order; else 0.
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SP)
@@ -382,4 +399,8 @@ def add_up(
     factor = tl.exp2(top - tl.max(top, 0))
     part = tl.where((top == float("-inf"))[:, None], 0.0, part)  # what nobody wrote
     y = tl.sum(part * factor[:, None], 0) / tl.sum(weight * factor, 0)
-    tl.store(out + row * D + d, _narrow(y, out.dtype.element_ty, BITS), mask=d < D)
+    if ORDERS:
+        to = _ordered_at(tl.program_id(0) // ORDERS, tl.program_id(0) % ORDERS * D + d)
+    else:
+        to = row * D + d
+    tl.store(out + to, _narrow(y, out.dtype.element_ty, BITS), mask=d < D)
