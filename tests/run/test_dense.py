@@ -126,13 +126,12 @@ def test_what_is_chosen():
 
     for dtype in HALF_ULP:
         assert [name(rows=m, dtype=dtype) for m in (1, 2, 3, 16)] == ["triton-dense"] * 2 + ["dense-torch"] * 2
-    least = cuda.LEAST // 2 // 4096
-    assert [name(shape=(n, 4096)) for n in (8, least - 1, least)] == ["dense-torch", "dense-torch", "triton-dense"]
-    assert name(shape=(least // 2, 4096), dtype="float32") == "triton-dense"
+    for k, two in ((992, "dense-torch"), (1024, "triton-dense"), (8192, "triton-dense"), (8224, "dense-torch")):
+        assert [name(rows=m, shape=(8, k)) for m in (1, 2)] == ["triton-dense", two]
     assert cuda.TRITON.refuse(call(rows=3)) == ("takes up to 2 tokens, not 3: cuBLAS is faster",)
     assert cuda.TRITON.refuse(call(shape=(128256, 4104))) == ("takes a K that is a multiple of 32, not 4104",)
-    assert cuda.TRITON.refuse(call(shape=(64, 4096))) == (
-        "was measured on weights of 4194304 bytes or more, not of 524288",
+    assert cuda.TRITON.refuse(call(rows=2, shape=(49152, 576))) == (
+        "takes 2 tokens with a K from 1024 to 8192, not 576: cuBLAS is faster",
     )
     assert cuda.TRITON.refuse(call(capability=75)) == ("is for sm_80 or later, not sm_75",)
 
@@ -175,7 +174,7 @@ def test_on_a_gpu(case):
 @pytest.mark.parametrize("dtype", list(HALF_ULP))
 def test_early_launches(rows, dtype):
     """They find what the kernel ahead wrote, also in a graph, and of a weight that is written anew nothing is stale."""
-    args = given(rows, cuda.LEAST // 2048 + 3, 1024, dtype, bias=True, device="cuda", whole=True)
+    args = given(rows, 4099, 1024, dtype, bias=True, device="cuda", whole=True)
     assert select(DenseArgs, args.call()) is cuda.TRITON
 
     def right():
@@ -207,7 +206,7 @@ def test_a_head_in_generate(monkeypatch):
     """One sequence takes it, also in a graph, and 16 do not."""
     from decoder_models import tiny
 
-    sizes = {"vocab_size": cuda.LEAST // 2048, "hidden_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 8}
+    sizes = {"vocab_size": 2048, "hidden_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 8}
     model = tiny("llama", dtype=torch.bfloat16, **sizes).to("cuda")
     names = []
 

@@ -34,8 +34,8 @@ HOPPER: Final = 90
 """The compute capability from which on it starts before the kernel ahead has ended."""
 MOST_ROWS: Final = 2
 """Tokens; for each a warp reads as much of x as of the weight, so for more cuBLAS is faster."""
-LEAST: Final = 1 << 22
-"""Bytes of the smallest weight that was measured beside cuBLAS."""
+OF_TWO: Final = (1024, 8192)
+"""The least and the largest K for two tokens: with less and with more cuBLAS was faster on an H200."""
 MULTIPLE: Final = 32
 """K is one of it."""
 STEP: Final = 512
@@ -115,16 +115,16 @@ def _program(call: DenseCall, device: Any, *, pdl: bool) -> Program:
 
 def _refuse(call: DenseCall) -> tuple[str, ...]:
     reasons = list(why_not(call))
-    n, k = call.shape
+    k = call.shape[1]
     if call.dtype not in TYPES:
         return (*reasons, f"takes {' or '.join(TYPES)}, not {call.dtype}")
     if call.rows > MOST_ROWS:
         reasons.append(f"takes up to {MOST_ROWS} tokens, not {call.rows}: cuBLAS is faster")
     if not k or k % MULTIPLE:
         reasons.append(f"takes a K that is a multiple of {MULTIPLE}, not {k}")
-    size = n * k * float_dtype(call.dtype).itemsize
-    if size < LEAST:
-        reasons.append(f"was measured on weights of {LEAST} bytes or more, not of {size}")
+    least, most = OF_TWO
+    if call.rows == MOST_ROWS and not least <= k <= most:
+        reasons.append(f"takes {MOST_ROWS} tokens with a K from {least} to {most}, not {k}: cuBLAS is faster")
     return tuple(reasons)
 
 
