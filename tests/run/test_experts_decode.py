@@ -96,6 +96,7 @@ def test_blocks_that_are_launched():
         assert blocks == most or (local < experts and blocks > 8 * tokens_ * local / experts / COLUMNS)
     assert expected_blocks(accepted()) == 8
     assert expected_blocks(accepted(experts=256, local=range(32), null="skip")) == 2
+    assert expected_blocks(accepted(experts=256, local=range(32), null="refuse")) == 8
 
 
 @pytest.mark.parametrize(
@@ -213,6 +214,11 @@ def test_launches_of_one_token_whose_weights_are_held(launches):
     assert first[:2] == ("one first", (12, 1, 1))
     assert second[:2] == ("one second", (4, 1, 1))
     assert second[2] == (*addresses(args.down), first[2][5], None, args.out.data_ptr(), *routed)
+    part = Case.random(64).part((5, 7, 9, 60), "refuse")
+    of = arguments(part, 1, 4)
+    assert isinstance(experts_decode.configure(of.call()).settled, Held)
+    experts_decode.bind(of).products(*of.arrays())
+    assert held[2][:2] == first[:2]
 
 
 def test_the_parts_of_a_call(launches):
@@ -418,6 +424,21 @@ class TestOnGpu:
                 assert torch.equal(first, out), made
                 assert_meant(out.cpu(), case, given[0].float(), *given[1:], "bfloat16")
                 assert torch.isnan(poisoned).sum() == poisoned.numel() - out.numel()
+
+    def test_held_weights_of_few_of_the_experts(self):
+        """All slots are multiplied, though few of as many were to be expected here."""
+        case = Case.random(64, 1040, 352)
+        held = case.part((3, 17, 40, 63), "refuse")
+        args = arguments(held, 1, 4, device="cuda")
+        indices = torch.tensor([[40, 3, 63, 17]])
+        args = replace(args, indices=indices.cuda())
+        given = args.hidden.cpu().float(), indices, args.weights.cpu()
+        for made in (None, *HOLDING):
+            run = experts_decode.bind(args, made)
+            for start in (run, run.products):
+                args.out.fill_(float("nan"))
+                start(*args.arrays())
+                assert_meant(args.out.cpu(), case, *given, "bfloat16")
 
     def test_more_blocks_than_are_launched(self):
         """On a rank that all tokens are routed to, where one in 16 was to be expected."""

@@ -40,6 +40,25 @@ def test_launches(slots, local, launches, chunk, chunks):
     assert (made.launches, made.chunk, made.chunks) == (launches, chunk, chunks)
 
 
+def test_machine_code_is_that_of_other_numbers_of_tokens():
+    """Where they are many, of all; a number of tokens that comes first compiles nothing."""
+    numbers = Numbers(128, tuple(range(128)))
+
+    def kinds(tokens):
+        return {str(lists.lists_parts(Lists(t, 8, 8, numbers), 90)) for t in tokens}
+
+    assert len(kinds(range(8193, 70_000, 511))) == 1
+    assert len(kinds(range(257, 8193, 13))) == 5
+    assert len(kinds(range(129, 257))) == 1
+
+
+def test_experts_beyond_what_is_added_up_at_once():
+    numbers = Numbers(40_000, tuple(range(40_000)))
+    for tokens, launches in ((4, 1), (5, 2), (512, 3)):
+        assert Lists(tokens, 1, 8, numbers).launches == launches
+        lists.lists_parts(Lists(tokens, 1, 8, numbers), 90)
+
+
 def test_programs_of_the_sum():
     """What is read once does not drive out what is still in the cache; few programs are small ones."""
     whole, part = Numbers(128, tuple(range(128))), Numbers(256, tuple(range(32)), remote=True)
@@ -88,7 +107,7 @@ def test_in_the_interpreter():
         cwd=Path(__file__).parents[1],
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "made 106\ncombined 60\nrefused 4\nsorted_already 36\n"), done.stderr[
+    assert (done.returncode, done.stdout) == (0, "made 107\ncombined 60\nrefused 4\nsorted_already 36\n"), done.stderr[
         -3000:
     ]
 

@@ -354,11 +354,13 @@ def bind(args: ExpertsArgs, made: ExpertsDecode | None = None) -> Layer:
 def expected_blocks(call: ExpertsCall) -> int:
     """How many blocks, or slots of one token, are launched; programs of those beyond take those of the first ones then.
 
-    All where all experts are here; else what an even routing takes, and some.
+    All where all experts are here, and all slots of one token where none is skipped, as with weights in shared memory,
+    whose programs take one; else what an even routing takes, and some.
     """
     local, slots = len(call.mixture.local), call.rows * call.top
     if listless(call):
-        return min(call.top, -(-2 * slots * local // call.mixture.experts))
+        whole = _whole(Numbers.of(call.mixture))
+        return call.top if whole else min(call.top, -(-2 * slots * local // call.mixture.experts))
     most = most_blocks(slots, local, COLUMNS)
     even = most_blocks(-(-slots * local // call.mixture.experts), local, COLUMNS)
     return min(most, even + max(4, even // 2))

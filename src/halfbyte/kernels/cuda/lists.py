@@ -165,7 +165,7 @@ class Lists:
     @property
     def _shared(self) -> int:
         """Slots of each of so few programs that their counts are soon added up."""
-        each = -(-self.tokens * self.top // min(CHUNKS, TILES * TABLE // _bins(self.numbers)))
+        each = -(-self.tokens * self.top // min(CHUNKS, max(1, TILES * TABLE // _bins(self.numbers))))
         return max(COUNTED, 1 << (each - 1).bit_length())
 
     @property
@@ -238,7 +238,7 @@ def lists_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str,
     slots = made.tokens * made.top
     every = max(made.chunk, 1 << (slots - 1).bit_length()) if made.at_once else 0
     bins = _bins(made.numbers)
-    rows = min(TABLE // bins, max(1, 1 << (made.chunks - 1).bit_length()))
+    rows = min(max(1, TABLE // bins), 1 << (made.chunks - 1).bit_length()) if made.launches == 2 else 0
     signature = {
         "indices": IDS[made.ids], "places": "*i32", "blocks": "*i32:16", "slots": "*i32:16", "count": "*i32:16",
         "offsets": "*i32:16", "table": "*i32:16", "refused": "*i64", "SLOTS": "i32",
@@ -247,8 +247,8 @@ def lists_parts(made: Lists, capability: int) -> tuple[dict[str, str], dict[str,
         "SIZE": made.size,
         "CHUNK": made.chunk,
         "ALL": every,
-        "ROWS": rows if made.launches == 2 else 0,
-        "TILES": -(-made.chunks // rows),
+        "ROWS": rows,
+        "TILES": -(-made.chunks // rows) if rows else 0,
         "FILL": 1 << (made.size - 1).bit_length(),
         "BINS": bins,
         **made.numbers.constants(),
