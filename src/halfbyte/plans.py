@@ -504,7 +504,8 @@ def dense_kernel(shape: tuple[int, int], *, rows: int, dtype: str, bias: bool, d
         device: as for ``plan``.
 
     Raises:
-        NoKernelError: torch is not installed, and the device is one of this machine.
+        NoKernelError: torch is not installed, and the device is one of this machine; or HALFBYTE_KERNEL names a
+            kernel that declines.
     """
     kind, sm, _ = _place(device)
     of: dict[str, Any] = {"capability": sm, "elsewhere": _elsewhere(device)}

@@ -81,7 +81,7 @@ def add_norm(
         residual: (M, H) of the same dtype; None for none.
         weight: (H,) of the same dtype.
         eps: added to the mean square.
-        in_order: the first result lies so; on a GPU, of up to 16 rows.
+        in_order: the first result lies so where what computes it can write it so.
 
     Returns:
         (M, H) ``round(weight * round(sum * rsqrt(mean(sum * sum) + eps)))``, and (M, H) ``sum = round(x + residual)``,
@@ -94,14 +94,16 @@ def add_norm(
     x = _whole(x)
     residual = None if residual is None else _whole(residual)
     weight = _whole(weight)
-    order = InOrder.like(x, x.shape[-1]) if in_order else None
-    normed = torch.empty_like(x) if order is None else order.data
-    total = x if residual is None else torch.empty_like(x)
     key = "add_norm", _kind(x), residual is None or _kind(residual), _kind(weight), in_order, forced_name()
     run = _known.get(key)
+    order = InOrder.like(x, x.shape[-1]) if in_order and run is not _in_rows else None
+    normed = torch.empty_like(x) if order is None else order.data
+    total = x if residual is None else torch.empty_like(x)
     if run is None:
         args = AddNormArgs(x=x, residual=residual, weight=weight, eps=eps, normed=normed, total=total)
-        run = _known[key] = _bound(args)
+        run = _known[key] = _bound(args) if order is None or _accepted(args) else _in_rows
+    if run is _in_rows:
+        return add_norm(x, residual, weight, eps)
     run(x, residual, weight, eps, normed, total)
     return normed if order is None else order, total
 
@@ -154,19 +156,20 @@ def attend(
         "attend", _kind(qkv), _kind(cos), _kind(sin), _kind(positions), _kind(keys), _kind(values),
         q_norm is None or _kind(q_norm), k_norm is None or _kind(k_norm), window, settled, in_order, forced_name(),
     )  # fmt: skip
-    run, order = _known.get(key), InOrder.like(qkv, width) if in_order else None
+    run = _known.get(key)
+    order = InOrder.like(qkv, width) if in_order and run is not _in_rows else None
     out = torch.empty((len(qkv), width), dtype=qkv.dtype, device=qkv.device) if order is None else order.data
     if run is None:
         args = AttendArgs(
             qkv=qkv, cos=cos, sin=sin, positions=positions, keys=keys, values=values, q_norm=q_norm, k_norm=k_norm,
             eps=eps, scale=scale, window=window, settled=settled, out=out,
         )  # fmt: skip
-        if order is not None and not _accepted(args):
-            return attend(
-                qkv, cos, sin, positions, keys, values, scale=scale, q_norm=q_norm, k_norm=k_norm, eps=eps,
-                window=window, settled=settled,
-            )  # fmt: skip
-        run = _known[key] = _bound(args)
+        run = _known[key] = _bound(args) if order is None or _accepted(args) else _in_rows
+    if run is _in_rows:
+        return attend(
+            qkv, cos, sin, positions, keys, values, scale=scale, q_norm=q_norm, k_norm=k_norm, eps=eps,
+            window=window, settled=settled,
+        )  # fmt: skip
     run(qkv, cos, sin, positions, keys, values, q_norm, k_norm, eps, scale, out)
     return out if order is None else order
 
@@ -238,6 +241,8 @@ def gated(x: Tensor | InOrder, weight: Packed, activation: str, bias: Tensor | N
         NoKernelError: nothing accepts this call.
     """
     kind = None if bias is None else _kind(bias)
+    if isinstance(x, InOrder):
+        _check_width(x, weight)
     data, rows = (x.data, x.rows) if isinstance(x, InOrder) else (x, None)
     key = "gated", data.shape, rows, data.dtype, data.device, kind, activation, forced_name()
     known = weight.memo.get(key)
@@ -267,6 +272,7 @@ def linear_in_order(x: InOrder, weight: Packed, bias: Tensor | None = None) -> T
         UsageError: tensors that do not fit each other.
         NoKernelError: nothing accepts this call.
     """
+    _check_width(x, weight)
     key = "in order", x.rows, x.data.dtype, x.data.device, None if bias is None else _kind(bias), forced_name()
     known = weight.memo.get(key)
     y: Tensor | None = None if known is None else known(x.data, bias)
@@ -305,6 +311,15 @@ def _kind(a: Tensor) -> tuple[Any, ...]:
 def _whole(a: Tensor) -> Tensor:
     """Without gaps and aligned."""
     return contiguous(a) if not a.is_contiguous() or a.data_ptr() % ALIGNED else a
+
+
+def _in_rows(*_: Any) -> None:
+    """Stands for calls whose results nothing writes in order."""
+
+
+def _check_width(x: InOrder, weight: Packed) -> None:
+    if x.width != weight.shape[-1]:
+        raise UsageError("x in order does not fit the weight's K", got=x.width, expected=weight.shape[-1])
 
 
 def _first(args: GatedArgs | InOrderArgs, key: tuple[Any, ...], y: Tensor) -> Tensor:

@@ -193,6 +193,14 @@ class TestGpu:
         small = layer(plan(make_dense(tmp_path / "b"), device=HOPPER, tokens=[1, 2]), "lm_head")
         assert (at(small, 1)["kernel"], at(small, 2)["kernel"]) == ("triton-dense", "dense-torch")
 
+    def test_a_dense_head_that_the_kernel_asked_for_declines(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HALFBYTE_KERNEL", "triton-dense")
+        report = plan(hollow(tmp_path / "a"), device=HOPPER, tokens=[1, 16])
+        first, second = layer(report, "lm_head")["plans"]
+        assert (first["kernel"], second["kernel"], second["seconds"]) == ("triton-dense", None, None)
+        assert second["why"].endswith("takes up to 2 tokens, not 16: cuBLAS is faster")
+        assert any(note.startswith("lm_head: no kernel computes dense of 16 rows") for note in report.facts["notes"])
+
     def test_what_was_not_measured(self, tmp_path):
         report = plan(make_dense(tmp_path / "a"), device="cuda:sm_80")
         down = at(layer(report, "down_proj"), 1)

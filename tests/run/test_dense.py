@@ -13,6 +13,7 @@ from cuda_code import ARCHITECTURES, Program, count
 from gpu_codecs import needs_gpu, needs_triton
 from halfbyte import step_ops
 from halfbyte.decoder import generate
+from halfbyte.decoder.product import product
 from halfbyte.kernels import DenseArgs, select
 from halfbyte.kernels.cuda import dense as cuda
 from halfbyte.kernels.dense import DenseCall
@@ -154,6 +155,30 @@ def test_what_is_remembered_of_a_weight():
     del a, b
     gc.collect()
     assert not weights._known
+
+
+class Wrapper(torch.Tensor):
+    """A weight as other libraries have them: it has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, held):
+        made = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        y = func(*(a.held if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+        return cls(y) if func is torch.ops.aten.detach.default else y
+
+
+def test_a_weight_of_another_library_multiplies_as_it_does(monkeypatch):
+    module = torch.nn.Linear(64, 32)
+    x, weight = torch.randn(1, 64), module.weight.detach()
+    monkeypatch.setattr("halfbyte.decoder.product.dense", lambda x, weight, bias: weight.data_ptr())
+    assert product([module])(x) == weight.data_ptr() != 0
+    module.weight = torch.nn.Parameter(Wrapper(weight), requires_grad=False)
+    torch.testing.assert_close(product([module])(x), x @ weight.T + module.bias)
 
 
 # On a GPU

@@ -233,6 +233,39 @@ def test_a_step_in_order_is_one_in_rows(family, writes, monkeypatch):
     assert (order - rows).norm() < 1e-5 * rows.norm()
 
 
+@pytest.mark.parametrize("forced", ["add_norm", "attend"])
+def test_what_writes_rows_leaves_them_in_rows(forced, writes, monkeypatch):
+    """Products take either, so nothing is refused for its order; and what is known is not asked again."""
+    model = swap(tiny("llama"), fuse=True)
+    order = stepped(model, 9)
+    writes.clear()
+    monkeypatch.setenv("HALFBYTE_KERNEL", f"{forced.replace('_', '-')}-torch")
+    asked = []
+    real = step_ops.select
+    monkeypatch.setattr(step_ops, "select", lambda bundle, call: asked.append(bundle.op) or real(bundle, call))
+    rows = stepped(model, 9, steps=1)
+    assert forced not in writes
+    assert len(writes) == 3 * (2 if forced == "add_norm" else 5)
+    assert (order[:1] - rows).norm() < 1e-5 * rows.norm()
+    asked.clear()
+    stepped(model, 9, steps=1)
+    assert forced not in asked
+
+
+def test_another_width_is_refused_also_by_a_weight_that_is_known(writes):
+    x = step_ops.InOrder(ordered(torch.randn(9, 64)), 9, 64)
+    weight = hb.pack(hb.quantize(torch.randn(32, 64)), "rows")
+    for _ in range(2):
+        step_ops.linear_in_order(x, weight)
+        step_ops.gated(x, weight, "silu")
+        for wrong in (replace(x, width=48), step_ops.InOrder(ordered(torch.randn(9, 128)), 9, 128)):
+            words = f"x in order does not fit the weight's K: got {wrong.width}, expected 64"
+            with pytest.raises(UsageError, match=re.escape(words)):
+                step_ops.linear_in_order(wrong, weight)
+            with pytest.raises(UsageError, match=re.escape(words)):
+                step_ops.gated(wrong, weight, "silu")
+
+
 class TestOnGpu:
     pytestmark = on_gpu
 

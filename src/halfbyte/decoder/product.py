@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from halfbyte import nn, ops
 from halfbyte.layouts import Packed
@@ -98,6 +99,8 @@ def _group(modules: Sequence[Any]) -> nn.Group | None:
 
 
 def _dense(weight: Tensor, bias: Tensor | None) -> Product:
+    if type(weight) is not Tensor:  # one of another library's, which has no address
+        return Product(lambda x: linear(x, weight, bias))
     return Product(lambda x: dense(x, weight, bias))
 
 

@@ -355,7 +355,11 @@ class _Planner:
         why = "FP8, decoded in each call" if fp8 else f"stored as {one.dtype}"
         kernel = "torch"
         if not fp8 and one.experts is None and self.library != "numpy":
-            kernel = dense_kernel((n, k), rows=rows, dtype=self.dtype, bias=one.bias, device=self.device)
+            try:
+                kernel = dense_kernel((n, k), rows=rows, dtype=self.dtype, bias=one.bias, device=self.device)
+            except NoKernelError as error:
+                self.notes.append(f"{one.name}: {error.message}")
+                return _nothing(error.message)
         return _nothing(why) | {
             "kernel": kernel,
             "bytes": nbytes,
