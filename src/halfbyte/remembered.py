@@ -122,17 +122,13 @@ def _watched(buffers: list[Any]) -> Callable[[], bool]:
 
 def watched_weakly(tensors: list[Any]) -> Callable[[], bool]:
     """The same question about tensors that it does not keep: False once one is gone."""
-    counted = [(ref(a), a._version) for a in tensors if not a.is_inference()]
-    moving = [(ref(a), a.data_ptr()) for a in tensors]  # of a parameter that is cast, only the data is another
+    # of a parameter that is cast, only the data is another
+    watched = [(ref(a), a.data_ptr(), None if a.is_inference() else a._version) for a in tensors]
 
     def unchanged() -> bool:
-        for known, version in counted:
+        for known, address, version in watched:
             a = known()
-            if a is None or a._version != version:
-                return False
-        for known, address in moving:
-            a = known()
-            if a is None or a.data_ptr() != address:
+            if a is None or a.data_ptr() != address or (version is not None and a._version != version):
                 return False
         return True
 

@@ -312,7 +312,10 @@ def check_ids(indices: Any, mixture: Mixture) -> None:
     k, experts, held = indices.shape[1], mixture.experts, mixture.held
     if indices.numel() > _MANY and len(held) == experts and 0 <= int(indices.min()) <= int(indices.max()) < experts:
         return
-    for at, e in enumerate(indices.reshape(-1).tolist()):
+    ids = indices.reshape(-1).tolist()
+    if len(held) == experts and ids and min(ids) >= 0 and max(ids) < experts:
+        return
+    for at, e in enumerate(ids):
         if e in held:
             continue
         if 0 <= e < experts:

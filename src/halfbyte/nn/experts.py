@@ -199,7 +199,8 @@ class Experts(Quantized):
             UsageError: tensors that do not fit; ids that name no expert, unless ``padding``.
             WeightError: a token that is routed to a null expert.
         """
-        one, two = self.gate_up, self.down
+        modules: Any = self._modules  # at once, where an attribute of a module takes a search
+        one, two = modules["gate_up"], modules["down"]
         if torch.compiler.is_compiling():
             held = [(s._key, s.shape, s.held(), s._parameters["bias"]) for s in (one, two)]
             return traced(hidden, indices, weights, held, self.mixture, self.precision, self.out_dtype)

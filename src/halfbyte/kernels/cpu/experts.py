@@ -95,9 +95,12 @@ def _bind(args: ExpertsArgs) -> Callable[..., None]:
     rows = [a.itemsize * a.shape[1] for a in (args.hidden, args.indices, args.weights, args.out)]
 
     def run(*arrays: Array) -> None:
-        memory = None if need <= KEPT else Scratch()
-        staged = (memory or scratch).take(need)
+        memory = scratch if need <= KEPT else Scratch()
+        staged = memory.take(need)
         starts = [address_of(a) for a in arrays]
+        if tokens == step:
+            jit.run(code, jit.thread_count(), where, tokens, *starts, staged)
+            return
         for first in range(0, tokens, step):
             here = [start + first * size for start, size in zip(starts, rows, strict=True)]
             jit.run(code, jit.thread_count(), where, min(step, tokens - first), *here, staged)

@@ -35,8 +35,8 @@ K_BLOCK = 8192
 """Activations at a time: a token's fit the first-level cache."""
 TOKENS = 16
 """Tokens at a time: their activations fit the second-level cache."""
-AHEAD = 8192
-"""Bytes of codes between what is used and what is asked for."""
+AHEAD = 4096
+"""Bytes of codes at the least between what is used and what is asked for."""
 
 GAINS = tuple(np.float32(GAIN[form]) for form, _ in FORMS)
 WIDTHS = tuple(2 * parts if form == "bf16" else 4 for form, parts in FORMS)
@@ -263,7 +263,7 @@ def _unit_of(form: int, several: bool, alike: bool = False) -> Any:
             _write_f32(sums, i, np.float32(0))
         pieces = (k + K_BLOCK - 1) // K_BLOCK
         block = whole_rounds((k + pieces - 1) // pieces)
-        jump = 4 * max(1, AHEAD // (2 * block))
+        jump = 4 * (1 + max(1, AHEAD // (2 * block)))  # of four rows the last is asked for last, and used at once
         for start in range(0, k, block):
             size = min(block, k - start)
             done = size // ROUND * ROUND

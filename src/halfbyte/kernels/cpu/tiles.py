@@ -137,17 +137,26 @@ def emit_tile(e: Emit, form: str, parts: int, rows: int, tokens: int, next_sums:
     scale_rows = [row(r, scales, next_scales) for r in range(rows)]
     token_rows = [b.add(x, b.mul(next_token, I64(t))) if t else x for t in range(tokens)]
     tile = [(r, t) for r in range(rows) for t in range(tokens)]
+    # what is asked for is all of a row after the other, where rows follow each other, else a piece of each in turn
+    done = steps * STEP
+    follow = b.icmp_signed("<", b.sub(next_codes, b.mul(rounds, I64(ROUND // 2))), I64(ROUND // 2))
+    faster = b.select(follow, I64(rows), I64(1))
+    apart_codes = b.select(follow, I64(done // 2), next_codes)
+    apart_scales = b.select(follow, I64(done // BLOCK), next_scales)
+    ahead_codes, ahead_scales = b.add(codes, ahead), b.add(scales, ahead_scales)
     loop = e.loop(b.mul(rounds, I64(ROUND // STEP // steps)), [e.zero(F32X16)] * len(tile) + [I64(0), I64(0), I64(0)])
     total = dict(zip(tile, loop.values[: len(tile)], strict=True))
     at_x, at_codes, at_scales = loop.values[len(tile) :]
-    scale = []
-    for r in range(rows):
-        here = b.add(code_rows[r], at_codes)
-        for line in range(steps):
-            e.prefetch(e.at(b.add(here, ahead), 64 * line))
-        here = b.add(scale_rows[r], at_scales)
-        e.prefetch(b.add(here, ahead_scales))
-        scale.append(_scales(e, here, steps * STEP // BLOCK))
+    for start, at, apart, lines in (
+        (ahead_codes, at_codes, apart_codes, steps),
+        (ahead_scales, at_scales, apart_scales, 1),
+    ):
+        here = b.add(start, b.mul(at, faster))
+        for _ in range(rows):
+            for line in range(lines):
+                e.prefetch(e.at(here, 64 * line))
+            here = b.add(here, apart)
+    scale = [_scales(e, b.add(scale_rows[r], at_scales), steps * STEP // BLOCK) for r in range(rows)]
     for step in range(steps):
         words = [_words(e, form, e.at(b.add(code_rows[r], at_codes), 64 * step)) for r in range(rows)]
 
@@ -195,7 +204,6 @@ def emit_tile(e: Emit, form: str, parts: int, rows: int, tokens: int, next_sums:
                             part[r, t, h] = e.fma(values[r][q], xs, known) if known else b.fmul(values[r][q], xs)
         for (r, t, h), value in part.items():
             total[r, t] = e.fma(value, own[r][h], total[r, t])
-    done = steps * STEP
     moved = [b.add(at_x, I64(x_step * steps)), b.add(at_codes, I64(done // 2)), b.add(at_scales, I64(done // BLOCK))]
     results = loop.end([total[at] for at in tile] + moved)[: len(tile)]
     if tokens == 1:
