@@ -24,7 +24,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,8 @@ class Bench:
         self.say(Row("logits", contender.who, missing=said, facts={"relative_error": error}))
 
     def generate(self, contender: Contender, prompt: Any, new: int, **how: Any) -> Any:
-        return hb.generate(contender.model, prompt, max_new_tokens=new, **how)
+        with forced(self.options.dense if contender.who == "bfloat16" else None):
+            return hb.generate(contender.model, prompt, max_new_tokens=new, **how)
 
     def decoding(self, contenders: Sequence[Contender], batch: int) -> None:
         """Time a step of each, in turns; the dense model is the last."""
@@ -305,6 +307,17 @@ def tiny(layers: int) -> Any:
     )
 
 
+@contextmanager
+def forced(kernel: str | None) -> Iterator[None]:
+    """Meanwhile HALFBYTE_KERNEL names a kernel, or none."""
+    if kernel is not None:
+        os.environ["HALFBYTE_KERNEL"] = kernel
+    try:
+        yield
+    finally:
+        os.environ.pop("HALFBYTE_KERNEL", None)
+
+
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
@@ -315,6 +328,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scratch", type=Path, help="where the checkpoint lies while it is loaded")
     parser.add_argument("--out", type=Path, help="a JSON file for all rows")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries out the benchmark itself")
+    parser.add_argument("--dense", default="dense-torch", help="the kernel of the dense model's products")
     parser.add_argument("--tiny", action="store_true", help="a model of 128 features, to try out the benchmark itself")
     options = parser.parse_args(arguments)
     few = options.quick or options.tiny
