@@ -148,7 +148,7 @@ def test_units_stay_on_their_way(made):
     ahead = [i // made.tiles - begun(load) for i, load in enumerate(of_codes)]
     assert min(ahead[made.ahead * made.tiles :]) >= made.ahead
     of_x = [i for i, op in enumerate(ops) if op == "LDG.E.128"]
-    assert min(i // 4 - begun(load) for i, load in enumerate(of_x)) >= 0
+    assert min(i // 4 - begun(load) for i, load in enumerate(of_x[4:], 4)) >= 1
 
 
 @pytest.fixture
